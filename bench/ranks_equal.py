@@ -30,15 +30,18 @@ from unittest import mock
 import torch
 
 from whet.algo.config import AlgoConfig, OffPolicyConfig
-from whet.generate.policy import PolicyConfig, load_policy
+from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.model.config import ModelConfig
 from whet.model.families import from_hf
 from whet.model.lora.side import LoRAConfig, Target
+from whet.model.text.template import PLAIN_TEMPLATE
+from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
 from whet.model.weights import build_model, load_model, save_model, stored_shape
 from whet.ranks.fsdp import ParallelConfig
 from whet.recipes.models import demo_policy
+from whet.tasks.base import TaskConfig
 from whet.train import dpo, rl, sft
 from whet.train.dpo import DPOConfig
 from whet.train.optim import step
@@ -89,9 +92,57 @@ MIXTURE: dict[str, Any] = {
 }
 
 
+SEES: dict[str, Any] = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "tie_word_embeddings": True,
+    "text_config": {
+        "model_type": "qwen3_vl_text",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 100.0,
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+        },
+    },
+    "vision_config": {
+        "model_type": "qwen3_vl",
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+}
+SIZES = {
+    "size": {"shortest_edge": 64, "longest_edge": 4096},
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+}
+
+
 def make_bases(folder: Path) -> Path:
-    """Make the models that programs start from: dense, and beside it a mixture of experts; return the first."""
-    dense, mixture = folder / "base", folder / "base-mixture"
+    """Make the models that programs start from: dense, and beside it a mixture of experts, and one that sees; return
+    the first.
+    """
+    dense, mixture, sees = folder / "base", folder / "base-mixture", folder / "base-sees"
     policy = load_policy(replace(demo_policy(), model=SHAPE), seed=0, dtype=torch.float64)
     policy.save(dense)
     policy.save_protocol(mixture)
@@ -99,7 +150,19 @@ def make_bases(folder: Path) -> Path:
     model = build_model(config).double()
     init_weights(model, 0)
     save_model(model, mixture)
+    tokenizer = Tokenizer.bytes([*policy.schema.tags, "<image>"]).with_template(PLAIN_TEMPLATE)
+    text = SEES["text_config"] | {"vocab_size": tokenizer.vocab_size}
+    own = {"image_token_id": tokenizer.encode("<image>")[0], "text_config": text}
+    model = build_model(replace(from_hf(SEES | own, where="a model that sees"), init_std=0.2)).double()
+    init_weights(model, 0)
+    Policy(model, tokenizer, policy.schema).save(sees)
+    (sees / "preprocessor_config.json").write_text(json.dumps(SIZES))
     return dense
+
+
+def seeing(base: Path) -> Path:
+    """Return the model that sees beside a dense one."""
+    return base.with_name(f"{base.name}-sees")
 
 
 def mixture_of(base: Path) -> Path:
@@ -189,14 +252,32 @@ PROGRAMS: dict[str, Callable[[Path, Path, ParallelConfig], None]] = {
     "sft, qlora": lambda *where: _sft(*where, lora=LORA, policy=_policy(where[0], quantize="nf4")),
     "grpo, qlora": lambda *where: _rl(*where, lora=LORA, policy=_policy(where[0], quantize="nf4")),
     "sft, experts": lambda *where: _sft(mixture_of(where[0]), *where[1:], optim=BALANCED),
+    "sft, images": lambda *where: _sft(seeing(where[0]), *where[1:], **_shown()),
+    "sft, images, tower": lambda *where: _sft(
+        seeing(where[0]), *where[1:], **_shown(), policy=_policy(seeing(where[0]), train_vision=True)
+    ),
+    "grpo, images": lambda *where: _rl(seeing(where[0]), *where[1:], **_shown()),
+    "grpo, images, lora and tower": lambda *where: _rl(
+        seeing(where[0]), *where[1:], **_shown(), lora=replace(LORA, targets=("all-linear", "visual.*"))
+    ),
     "grpo, experts": lambda *where: _rl(
         mixture_of(where[0]), *where[1:], optim=BALANCED, algo=AlgoConfig(uninformative="keep")
     ),
 }
 
 
+def _shown() -> dict[str, Any]:
+    """Return the task of the model that sees: coloured matrices of 16 x 16 pixels, which are four tokens."""
+    return {"task": TaskConfig(name="matrices", level=1, num_problems=60, cell=8)}
+
+
 def fits(program: str, layout: ParallelConfig, world: int) -> bool:
-    """Say whether so many ranks can run a program in a layout; tensor parallelism knows no adapters and no experts."""
+    """Say whether so many ranks can run a program in a layout.
+
+    Tensor parallelism knows no adapters, no experts and no tower, and ranks that share a sequence read no images.
+    """
+    if "images" in program and (layout.tensor > 1 or layout.context > 1):
+        return False
     if layout.tensor > 1 and ("lora" in program or "experts" in program):
         return False
     return world % (layout.replicas * layout.context * layout.tensor) == 0
@@ -229,8 +310,9 @@ def checked(base: Path, out: Path) -> Path:
     is_adapter = (folder / "adapter_model.safetensors").exists()
     moved = max(float(w.abs().max()) for n, w in _weights(folder) if "lora_B" in n) if is_adapter else 0.0
     if not is_adapter:
-        config = stored_shape(folder)
-        moved = difference(base if config == stored_shape(base) else mixture_of(base), folder)
+        bases = (base, mixture_of(base), seeing(base))
+        start = next(one for one in bases if stored_shape(one) == stored_shape(folder))
+        moved = difference(start, folder)
     if moved < MOVED:
         raise SystemExit(f"{out.name}: the weights have not moved, so that comparing them proves nothing")
     return folder

@@ -1395,7 +1395,19 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ),
         ("choice", "content.verbatim()) for number", "content) for number"),
         ("choice", "percent = 0 if TEST in self._parts else TEST_PERCENT", "percent = TEST_PERCENT"),
-        ("choice", "problem_uid(self.name, content.key)", "problem_uid(self.name, content.prompt)"),
+        (
+            "choice",
+            "problem_uid(self.name, content.key, names)",
+            "problem_uid(self.name, content.prompt, names)",
+        ),
+    ],
+    ("tasks/images.py", ("tests/tasks/test_image_columns.py",)): [
+        ("guard", "path = locate(source, root=self._root)", "path = locate(source)"),
+        ("guard", "if not self._waiting or MARK not in text:", "if MARK not in text:"),
+        ("bound", "if len(data) <= INLINE_BYTES:", "if True:"),
+    ],
+    ("model/vision/reading.py", ("tests/tasks/test_image_columns.py",)): [
+        ("guard", "    if not is_whole:", "    if False:"),
     ],
     ("tasks/hub.py", ("tests/tasks/test_hub.py",)): [
         ("choice", "part.path, config or None, split=part.split", "part.path, None, split=part.split"),

@@ -18,6 +18,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import hub
@@ -99,6 +100,8 @@ DRY_LINES = {
     "rl demo --rewards judge": "asks a judge's server",
     "rl demo-distill --teacher.init": "asks a teacher's server",
     "rl demo --track tensorboard wandb": "starts wandb's service",
+    "rl qwen3-vl-8b-lora": "the tiny model earns nothing, and an adapter of zeros is warned of: tests/train",
+    "rl own --model Qwen/Qwen3-VL-2B-Instruct": "the same",
     "rft qwen2.5-0.5b-math": "keeps what is right, and the tiny model knows no mathematics",
     "plan demo --policy.init runs/demo-sft --measure": "measures a step of the recipe's size",
     "plan demo --cluster": "measures steps of the recipe's size",
@@ -107,6 +110,7 @@ DRY_LINES = {
 """Further lines, by how they begin, that are checked by `--dry-run`, and why."""
 
 NOT_RUN = {
+    "infer": "needs runs that see and the reader's own pictures: tests/eval/test_infer.py",
     "rl demo --sampler.kind": "needs a server or vLLM: tests/train/test_samplers.py",
     "serve runs/demo-sft --port 8001 --weight-updates": "waits for a trainer: tests/train/test_samplers.py",
     "track runs/demo-rl --to mlflow": "needs an mlflow server: tests/telemetry/test_trackers.py has one",
@@ -126,6 +130,9 @@ MODELS = (
     "roneneldan/stories260k",
 )
 """Models of the hub that the pages and their recipes name: here all are one tiny model."""
+
+SEEING = ("Qwen/Qwen3-VL-2B-Instruct", "Qwen/Qwen3-VL-8B-Instruct")
+"""Models that see: here all are another tiny model."""
 
 EARLIER = (
     *(
@@ -171,9 +178,9 @@ def few_products(self: Products, split: str) -> list[Problem]:
 
 def snapshot(folder: Path, name: str) -> Path:
     """Refuse what the hub's client would."""
-    if name not in MODELS:
+    if name not in (*MODELS, *SEEING):
         raise RepositoryNotFoundError(f"404 Client Error: {name}", response=None)  # pyright: ignore[reportArgumentType]
-    return folder
+    return folder.with_name("bases") / "base-sees" if name in SEEING else folder
 
 
 def install_models(patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -267,6 +274,16 @@ def write_adapter(home: Path, base: str) -> None:
     (home / "ADAPTER/adapter_config.json").write_text(json.dumps(about))
 
 
+def ranks_equal() -> ModuleType:
+    """The program of bench/ that makes a tiny model that sees, over bytes."""
+    spec = importlib.util.spec_from_file_location("ranks_equal", ROOT / "bench/ranks_equal.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def tiny(recipe: Any, **changes: Any) -> Any:
     return replace(recipe, validation_problems=0, **changes)
 
@@ -279,6 +296,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(home)
         patch.setattr(Arithmetic, "problems", easy_sums)
         make_model(home / "my-model")
+        ranks_equal().make_bases(home / "bases")
         write_data(home)
         start = sft_recipes.demo()
         shape = replace(start.policy.model, hidden_size=32, intermediate_size=64, head_dim=8)

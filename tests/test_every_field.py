@@ -273,6 +273,7 @@ VALUES: dict[str, list[Any]] = {
 UNSEEN: dict[str, str] = {
     "policy.model.vocab_size": "set from the tokenizer, as its text says",
     "policy.train_vision": "a model that sees: tests/train/test_images.py",
+    "policy.max_image_tokens": "a model that sees: tests/train/test_image_runs.py",
     "task.cell": "drawn images, which a model that sees reads: tests/tasks/test_drawn.py",
     "policy.device": "a machine without a GPU refuses any other",
     "task.symbolic": "math-verify is asked about formulas that ours cannot decide: tests/tasks/test_symbolic_task.py",

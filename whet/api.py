@@ -50,7 +50,9 @@ from whet.schema import ResponseSchema
 from whet.stats import Interval
 from whet.tasks import base as tasks
 from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task
-from whet.tasks.read import as_text, is_hub_name, is_number
+from whet.tasks.columns import image_column
+from whet.tasks.images import ImageReader, holds_file
+from whet.tasks.read import as_text, first_row, is_hub_name, is_number
 from whet.telemetry.log import read_metrics
 from whet.telemetry.provenance import resolve_run
 from whet.train import dpo as dpo_program
@@ -328,6 +330,8 @@ class Task:
         prompt: str | None = None,
         answer: str | None = None,
         solution: str | None = None,
+        images: str | None = None,
+        image_root: str | Path | None = None,
         max_bad_rows: int = 0,
     ) -> Task:
         """Make a task of questions and answers, of chats or of plain text of your own.
@@ -342,13 +346,18 @@ class Task:
                 ground_truth or reward_model.ground_truth, and taken from the solution or the reply where there is none.
                 'none' learns replies as they are.
             solution: Column of the worked solution, or of the reply.
+            images: Column of the images that are asked about: paths, data URIs, bytes, Pillow's images or lists of
+                them; recognised where it is called image or images; 'none' for none.
+            image_root: Folder that paths of images are relative to and may not leave; default: that of the file, of
+                rows in memory the current one.
             max_bad_rows: How many malformed rows are left out before it is an error.
 
         Raises:
             UserError: If there are no rows, or none of that name.
         """
         columns: dict[str, Any] = {"max_bad_rows": max_bad_rows} if max_bad_rows else {}
-        given = {"prompt": prompt, "answer": answer, "solution": solution}
+        given = {"prompt": prompt, "answer": answer, "solution": solution, "images": images}
+        given["image_root"] = None if image_root is None else str(Path(image_root).resolve())
         columns |= {name: column for name, column in given.items() if column is not None}
         if isinstance(rows, (str, Path)):
             if not Path(rows).exists() and str(rows) in tasks.OPTIONS:
@@ -363,6 +372,8 @@ class Task:
             path = str(Path(rows).resolve())
         else:
             path = str(_written(rows))
+            if image_root is None and image_column(first_row(Path(path)), "the rows", images or ""):
+                columns["image_root"] = str(Path.cwd())
         task = cls(_made(TaskConfig, {"name": "jsonl", "path": path, **columns}))
         with _python_words(file=None if isinstance(rows, (str, Path)) else Path(path).name):
             task.problems("train")  # malformed rows are found now
@@ -378,6 +389,7 @@ class Task:
         prompt: str | None = None,
         answer: str | None = None,
         solution: str | None = None,
+        images: str | None = None,
         max_rows: int = 0,
         max_bad_rows: int = 0,
     ) -> Task:
@@ -390,6 +402,7 @@ class Task:
             prompt: Column of the question or of the chat; recognised as by `from_rows`.
             answer: Column of the gold answer.
             solution: Column of the worked solution, or of the reply.
+            images: Column of the images that are asked about.
             max_rows: Stream only so many rows of each split, without downloading the rest; 0 takes all.
             max_bad_rows: How many malformed rows are left out before it is an error.
 
@@ -397,6 +410,7 @@ class Task:
             UserError: If it is no such name, or the options do not fit.
         """
         given = {"config": config, "split": split, "prompt": prompt, "answer": answer, "solution": solution}
+        given["images"] = images
         options: dict[str, Any] = {option: value for option, value in given.items() if value is not None}
         options |= {"max_rows": max_rows} if max_rows else {}
         options |= {"max_bad_rows": max_bad_rows} if max_bad_rows else {}
@@ -878,7 +892,10 @@ def _written(rows: Any) -> Path:
     for place, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise UserError(f"row {place}: got {row!r:.80}, expected a dict of columns")
-        values = {str(name): _plain(value) for name, value in row.items()}
+        try:
+            values = {str(name): _plain(_named_images(value)) for name, value in row.items()}
+        except UserError as error:
+            raise UserError(f"row {place}: {error}") from None
         try:
             lines.append(json.dumps(values, ensure_ascii=False, allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -896,6 +913,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and math.isnan(value):
         return None
     return as_text(value) if is_number(value) else value
+
+
+def _named_images(value: Any) -> Any:
+    """Return a value with the images in it, bytes or Pillow's, as data URIs or as paths of files in the cache."""
+    if holds_file(value):
+        return ImageReader(None).image(value).source
+    if isinstance(value, Mapping):
+        return {name: _named_images(inner) for name, inner in value.items()}
+    return [_named_images(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _policy(policy: Policy | str | Path) -> PolicyConfig:

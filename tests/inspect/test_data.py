@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,22 @@ def test_compare() -> None:
     template = compare(fold_prompts(held), fold_prompts(train), "template", **options | {"num_pairs": 3})
     assert template.is_equal.tolist() == [False, True, True, False, False, True]
     assert template.pairs == [(1, 2), (2, 2), (5, 1)]
+
+
+def test_one_question_about_other_images_is_another_question() -> None:
+    """Whole and by n-grams: sets that ask the same of every image do not overlap with themselves."""
+    text = f"How many of 7? {letters(20)}"
+    first, second, third = (
+        replace(p, images=(image,)) for p, image in zip(problems(text, text, text), "aba", strict=True)
+    )
+    found = compare(
+        fold_prompts([second, third]), fold_prompts([first]), "text", ngram=13, short_ngram=8, num_pairs=9
+    )
+    assert found.score.tolist() == [0.0, 1.0]
+    assert found.is_equal.tolist() == [False, True]
+    assert find_repeated(Arithmetic(), [first, second], fold_prompts([first, second])) == []
+    (group,) = find_repeated(Arithmetic(), [first, third], fold_prompts([first, third]))
+    assert len(group.problems) == 2
 
 
 def test_repeated_and_contradicting() -> None:

@@ -14,7 +14,7 @@ from whet.eval.evaluate import EvalConfig
 from whet.generate.policy import PolicyConfig
 from whet.recipes import dpo, rft, rl, sft
 from whet.report.runs import RunsConfig, lineage, main, print_runs, read_runs, results_table
-from whet.telemetry.provenance import run_id, write_provenance
+from whet.telemetry.provenance import find_run, run_id, write_provenance
 from whet.types import UserError
 
 HOSTILE = "<script>alert(1)</script>|\x1b[31m`"
@@ -169,11 +169,60 @@ def test_registry_markdown_has_id_time_commit_and_notes(
     main(RunsConfig(folder=str(runs), write=True, note=("rl-one", "clip too | low")))
     main(RunsConfig(folder=str(runs), write=True, note=("rl-one", "second")))
     name = run_id(runs / "rl-one")
-    row = f"| {name} | 2026-01-02T10:00:00+00:00 | 741352d8f0-dirty | o/base → sft-one | clip too \\| low; second |"
+    row = (
+        f"| {name} | 2026-01-02T10:00:00+00:00 | 741352d8f0-dirty | o/base → sft-one | wandb kga9ov93 | "
+        "clip too \\| low; second |"
+    )
     assert row in (runs / "registry.md").read_text().splitlines()
     out = capsys.readouterr().out
     assert name in out
     assert "\x1b" not in out
+
+
+def test_the_seeds_run_and_its_batches_by_their_own_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Run, adapter's commit on the hub, tracker's run, and the two evaluations of it, as the reference has them."""
+    name, root = "Qwenv3-optimized-mi300x-full-testmini-5", tmp_path / "runs"
+    config = "group_size: 8\npolicy:\n  init: Qwen/Qwen3-VL-8B-Instruct\n"
+    commit = "67e21dbdbeb243569e965957aa42b82df87d039d"
+    trained = made(
+        root / name,
+        "2026-01-04T17:00:00+00:00",
+        config,
+        trackers=[{"name": "wandb mi300x-qwen-grpo", "id": "kga9ov93", "url": "https://wandb.ai/x"}],
+        pushes={"pushes": [{"name": "Thunderbird2410/grpo-vl-lora", "id": commit, "url": "https://hf.co/x"}]},
+    )
+    write_provenance(trained, base="Qwen/Qwen3-VL-8B-Instruct")
+    scored(root / "batch-inf-0104-2012", "2026-01-04T20:12:00+00:00", Path("Qwen/Qwen3-VL-8B-Instruct"), 0.25)
+    scored(root / "batch-inf-0104-1950", "2026-01-04T19:50:00+00:00", trained, 0.5)
+    main(
+        RunsConfig(
+            folder=str(root), write=True, note=(name, "rewards read the tags that the prompt asks for")
+        )
+    )
+    found = {run["folder"]: run for run in read_runs(root)}
+    assert lineage(found["batch-inf-0104-1950"], list(found.values())) == [
+        "Qwen/Qwen3-VL-8B-Instruct",
+        name,
+        "batch-inf-0104-1950",
+    ]
+    assert find_run(root, name) == find_run(root, found[name]["run_id"]) == trained
+    assert found[name]["run_id"].startswith(f"{name}-20260104-170000-")
+    row = next(
+        line for line in (root / "registry.md").read_text().splitlines() if line.startswith(f"| {name}")
+    )
+    assert row == (
+        f"| {found[name]['run_id']} | 2026-01-04T17:00:00+00:00 | 741352d8f0-dirty | Qwen/Qwen3-VL-8B-Instruct | "
+        "wandb mi300x-qwen-grpo kga9ov93; Thunderbird2410/grpo-vl-lora 67e21dbdbe | rewards read the tags that the "
+        "prompt asks for |"
+    )
+    assert commit in (root / "runs.html").read_text()
+    assert {row["model"] for row in results_table(list(found.values()))["rows"]} == {
+        "Qwen/Qwen3-VL-8B-Instruct",
+        name,
+    }
+    assert name in capsys.readouterr().out.replace("\n", "")
 
 
 def test_every_program_is_recognised_by_its_config(tmp_path: Path) -> None:

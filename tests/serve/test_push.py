@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from whet.__main__ import main
 from whet.cli import from_dict
 from whet.install import install_command
+from whet.report.runs import read_runs
 from whet.serve.hub import SECRET, PullConfig, PushConfig, plan, prepare, pull, push, write_card
 from whet.types import UserError
 
@@ -178,6 +179,12 @@ def test_push_and_pull_return_the_same_files(hub, run: Path, tmp_path: Path, cap
     said = capsys.readouterr().out
     assert hub.heads["me/model"] in said
     assert f"--policy.init {out}" in said
+    push(config(run, update=True))
+    pushes = json.loads((run / "pushes.json").read_text())["pushes"]
+    assert [(row["name"], len(row["id"])) for row in pushes] == [("me/model", 40)] * 2
+    assert pushes[-1]["id"] == hub.heads["me/model"]
+    (own,) = (one for one in read_runs(run.parent) if one["folder"] == "rl")
+    assert [link["id"] for link in own["links"]] == [row["id"] for row in pushes]
     with pytest.raises(UserError, match="exists already"):
         pull(PullConfig(name="me/model", out=str(out)))
 

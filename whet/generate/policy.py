@@ -35,6 +35,7 @@ from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.vision.asking import flattened, images_in
 from whet.model.vision.reading import read_picture
+from whet.model.vision.store import ImageStore
 from whet.model.weights import (
     as_reward_model,
     build_model,
@@ -97,8 +98,11 @@ class PolicyConfig:
     context, which no sequence may exceed; long: those of its whole context, for all sequences, short ones too; auto
     takes those that `init` was trained with, else short."""
     train_vision: bool = False
-    """Train what turns images into embeddings, too, in a model that sees; otherwise it stays as it is, and each image
-    is computed once."""
+    """Train what turns images into embeddings, too, in a model that sees (by adapters, where the rest has adapters);
+    otherwise it stays as it is, and each image is computed once."""
+    max_image_tokens: int = 0
+    """Tokens of an image, at most: larger ones are made smaller, with the ratio of their sides kept; 0 takes what
+    `init` was trained with, else the model's own limit (16,384 of Qwen3-VL)."""
     max_rows: int = 256
     """Sequences decoded together."""
     attention: Literal["auto", "exact", "fast"] = "auto"
@@ -113,6 +117,8 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         if self.system_prompt in ("none", ""):
             object.__setattr__(self, "system_prompt", False)
+        if self.max_image_tokens < 0:
+            raise ValueError(f"policy.max_image_tokens = {self.max_image_tokens}: expected 0 or more")
         if self.max_rows < 1:
             raise ValueError(f"policy.max_rows = {self.max_rows}: expected 1 or more")
         if self.num_threads < 0:
@@ -132,6 +138,7 @@ class PolicyConfig:
         unread = {
             "model": (not self.init, "random weights", self.model != ModelConfig()),
             "rope_factors": (self.init, "policy.init", self.rope_factors != "auto"),
+            "max_image_tokens": (self.init, "policy.init", self.max_image_tokens),
             "adapter": (self.init, "policy.init, the adapter's base,", self.adapter),
             "quantize": (self.init, "policy.init", self.quantize != "none"),
             "alphabet": (self.tokenizer == "characters", "policy.tokenizer = characters", self.alphabet),
@@ -324,7 +331,7 @@ class Policy:
         if sources and self.model.images is None:
             raise UserError(
                 f"the prompt has an image ({sources[0][:60]}), and the model reads text alone: take one that sees, "
-                "such as Qwen/Qwen3-VL-2B-Instruct"
+                "such as Qwen/Qwen3-VL-2B-Instruct, or leave a column of images out: --task.images none"
             )
         knows_images = "image" in (self.tokenizer.chat_template or "")
         return asked if knows_images or not sources else flattened(asked, self._placeholder)
@@ -542,6 +549,8 @@ class Policy:
             tokenizer.adds_bos and not tokenizer.prompt_bos
         ):  # earlier protocols have no such line, and the BOS
             facts["prompt_bos"] = False
+        if self.model.images is not None and self.model.images.preprocessing.max_tokens:
+            facts["max_image_tokens"] = self.model.images.preprocessing.max_tokens
         return facts
 
     def own_weights(self) -> dict[str, torch.Tensor]:
@@ -703,6 +712,12 @@ def load_policy(
             adapter.apply(model)
     if config.train_vision:
         train_tower(model)
+    if own.max_image_tokens:
+        if model.images is None:
+            raise UserError(
+                f"policy.max_image_tokens = {own.max_image_tokens}: the model reads text alone; leave it out"
+            )
+        model.images = ImageStore(model.images.preprocessing.limited(own.max_image_tokens))
     if is_reward:
         model = as_reward_model(model)
     if weights:
@@ -736,12 +751,14 @@ class _Prompting:
         schema: How a response is asked for and read.
         task_schema: That of tasks with answers, where it is another one.
         system_prompt: Whether prompts start with the schema's system message.
+        max_image_tokens: Tokens of an image, at most; 0 for the model's own limit.
     """
 
     tokenizer: Tokenizer
     schema: ResponseSchema
     task_schema: ResponseSchema | None
     system_prompt: bool
+    max_image_tokens: int
 
 
 def _prompting(
@@ -767,6 +784,7 @@ def _prompting(
         schema,
         None if schema is task_schema else task_schema,
         _has_system(config, stored, tokenizer),
+        config.max_image_tokens or (stored.max_image_tokens if stored is not None else 0),
     )
 
 
@@ -791,6 +809,7 @@ class _Stored:
     template_values: dict[str, bool | str]
     date: str
     prompt_bos: bool
+    max_image_tokens: int
 
 
 def _stored(folder: Path | None) -> _Stored | None:
@@ -808,11 +827,14 @@ def _stored(folder: Path | None) -> _Stored | None:
             values,
             facts.get("date", ""),
             facts.get("prompt_bos", True),
+            facts.get("max_image_tokens", 0),
         )
         if not isinstance(stored.template, str) or not isinstance(stored.system_prompt, bool):
             raise TypeError("template must be text, system_prompt true or false")
         if not all(isinstance(value, bool | str) for value in values.values()):
             raise TypeError("template_values must be texts, true or false")
+        if not isinstance(stored.max_image_tokens, int) or stored.max_image_tokens < 0:
+            raise TypeError("max_image_tokens must be a number from 0")
         if stored.date:
             datetime.date.fromisoformat(stored.date)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -29,7 +29,16 @@ from whet.report.page import render
 from whet.telemetry.display import escape_controls, metric_label
 from whet.telemetry.log import as_number, parse_row, read_rows, replace_file
 from whet.telemetry.metrics import format_metric
-from whet.telemetry.provenance import PROVENANCE, find_run, no_run, parent_run, read_json, run_folders, run_id
+from whet.telemetry.provenance import (
+    PROVENANCE,
+    PUSHES,
+    find_run,
+    no_run,
+    parent_run,
+    read_json,
+    run_folders,
+    run_id,
+)
 from whet.types import UserError
 
 NOTES = "notes.jsonl"
@@ -184,8 +193,8 @@ def results_table(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def write_registry(root: Path, runs: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> None:
     """Write registry.json, registry.md and runs.html into the folder of the runs."""
     shown = [dict(run) | {"lineage": lineage(run, runs)} for run in runs]
-    lines: list[str] = ["# Runs", "", "| run id | started (UTC) | commit | from | notes |"]
-    lines.append("|---|---|---|---|---|")
+    lines: list[str] = ["# Runs", "", "| run id | started (UTC) | commit | from | linked | notes |"]
+    lines.append("|---|---|---|---|---|---|")
     for run in shown:
         chain = " → ".join(run["lineage"][:-1])
         cells = [
@@ -193,6 +202,7 @@ def write_registry(root: Path, runs: Sequence[Mapping[str, Any]], results: Mappi
             run["start_utc"],
             _short(str(run["git_commit"] or "–")),
             chain,
+            "; ".join(map(_linked, _rows(run["links"]))),
             "; ".join(run["notes"]),
         ]
         lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
@@ -226,6 +236,10 @@ def write_registry(root: Path, runs: Sequence[Mapping[str, Any]], results: Mappi
         replace_file(root / "runs.html", page)
     except OSError as error:
         raise UserError(f"{root}: the registry cannot be written ({error.strerror})") from None
+
+
+def _linked(link: Mapping[str, Any]) -> str:
+    return f"{link['name'] or ''} {_short(link['id'] or '')}".strip()
 
 
 def print_runs(runs: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> None:
@@ -283,6 +297,7 @@ def _read_run(root: Path, folder: Path) -> dict[str, Any]:
     else:
         parent = _find_parent(folder, adapter or base, evaluation)
     links = [*_rows(provenance.get("links")), *_rows(_json(folder / "trackers.json"))]
+    links += _rows(_object(_json(folder / PUSHES)).get("pushes"))
     return {
         "run_id": run_id(folder),
         "folder": str(folder.relative_to(root)),

@@ -6,10 +6,12 @@ The card says what was measured and how: every number comes from the run's own f
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +28,8 @@ from whet.model.files import check_manifest, is_hub_name
 from whet.model.text.tokenizer import NAMED
 from whet.model.weights import model_folder
 from whet.report.runs import lineage, read_runs
-from whet.telemetry.provenance import no_run, read_json, resolve_run, run_id
+from whet.telemetry.log import replace_file
+from whet.telemetry.provenance import PUSHES, no_run, read_json, resolve_run, run_id
 from whet.types import UserError
 
 MODEL_FILES = (
@@ -113,7 +116,21 @@ def push(config: PushConfig) -> None:
         done = hub.HfApi().create_commit(name, operations, commit_message=f"{_title(config)}, pushed by whet")
     except Exception as error:  # of the hub, of its client, of the network
         raise _refused(name, error, "write") from error
+    _record(Path(resolve_run(config.what[0])).expanduser(), name, done)
     print(f"{done.commit_url}\nload it: whet pull {name} --revision {done.oid}, or --policy.init {name}")
+
+
+def _record(run: Path, name: str, done: Any) -> None:
+    """Note in a run's folder which commit it became, for the registry: the hub's own word, not what is newest there."""
+    if not (run / "config.yaml").is_file():
+        return
+    known = read_json(run / PUSHES).get("pushes")
+    row = {"name": name, "id": done.oid, "url": done.commit_url}
+    try:
+        replace_file(run / PUSHES, json.dumps({"pushes": [*(known or []), row]}, indent=1) + "\n")
+    except OSError as error:
+        text = f"the commit could not be noted in {run} ({error.strerror}); the registry will not know it"
+        print(f"whet: warning: {text}", file=sys.stderr, flush=True)
 
 
 def pull(config: PullConfig) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import Renamed, closest, show
+from whet.model.vision.reading import Urls
 from whet.schema import AnswerType
 from whet.tasks.choice import choice, yes_no
 from whet.tasks.code import Code
@@ -38,11 +39,21 @@ _DRAWN = frozenset({"num_problems", "seed"})
 _MADE = _DRAWN | {"path", "max_bad_rows", "level"}
 _SEEN = _DRAWN | {"level", "cell"}
 _ROWS = frozenset({"path", "max_rows", "max_bad_rows", "symbolic"})
-_COLUMNS = frozenset({"prompt", "answer", "solution"})
+_IMAGES = frozenset({"images", "image_root", "image_urls"})
+_COLUMNS = frozenset({"prompt", "answer", "solution"}) | _IMAGES
 _ON_HUB = frozenset({"config", "split"})
 ROW_SETS = (
     *("math500", "aime24", "aime25", "amc", "deepscaler", "dapo_math", "openr1_math", "openmathreasoning"),
-    *("numina_math", "big_math", "ultrachat", "tulu3"),
+    *(
+        "numina_math",
+        "big_math",
+        "ultrachat",
+        "tulu3",
+        "mathvista",
+        "mathvista_numbers",
+        "geometry3k",
+        "clevr_count",
+    ),
 )
 """Data sets of `whet.tasks.sets` that are read as rows of any other: by their columns, judged by `answers_equal`."""
 PROGRAMS = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "livecodebench", "code")
@@ -59,8 +70,8 @@ OPTIONS: dict[str, frozenset[str]] = {
     "math": frozenset({"path", "max_bad_rows", "symbolic"}),
     **dict.fromkeys(PROGRAMS, frozenset({"path", "config", "max_rows", "max_bad_rows"})),
     "ifeval": frozenset({"path", "max_rows", "max_bad_rows"}),
-    "choice": frozenset({"path", "max_bad_rows"}),
-    "yes_no": frozenset({"path", "max_bad_rows"}),
+    "choice": frozenset({"path", "max_bad_rows"}) | _IMAGES,
+    "yes_no": frozenset({"path", "max_bad_rows"}) | _IMAGES,
     "gym": _DRAWN | {"path"},
     "jsonl": _ROWS | _COLUMNS | _ON_HUB,
     "hub": _ROWS | _COLUMNS | _ON_HUB,
@@ -105,6 +116,14 @@ class TaskConfig:
     none: replies are learned as they are."""
     solution: str = ""
     """jsonl, hub: column of the worked solution, or of the reply; '' is recognised."""
+    images: str = ""
+    """jsonl, hub, choice, yes_no: column of the images that a question is about; '' is recognised, none reads none."""
+    image_root: str = ""
+    """jsonl, hub, choice, yes_no: folder of images that rows name by path, which no path may leave; '' for that of the
+    data."""
+    image_urls: Urls = "none"
+    """jsonl, hub, choice, yes_no: fetch images that rows name by URL: none; public, not from addresses of your own
+    network; any."""
     symbolic: bool = False
     """gsm8k, math, jsonl, hub and its sets: use math-verify (the extra math) for formulas that the built-in
     comparison cannot decide."""
@@ -125,6 +144,7 @@ class TaskConfig:
     NAMED_BY = {
         "name": (
             *("path", "config", "split", "max_rows", "max_bad_rows", "keep_calculator", "prompt", "answer"),
+            *("images", "image_root", "image_urls"),
             *("solution", "symbolic", "num_problems", "level", "cell", "seed", "weights", "paths"),
         )
     }
@@ -257,6 +277,10 @@ def _drawn(config: TaskConfig) -> dict[str, int]:
     return {"level": config.level, "num_problems": config.num_problems, "seed": config.seed}
 
 
+def _images(config: TaskConfig) -> dict[str, Any]:
+    return {"images": config.images, "image_root": config.image_root, "image_urls": config.image_urls}
+
+
 def _rows(config: TaskConfig) -> Jsonl:
     """Make a task of rows: of the user's columns, or of a data set that has a name."""
     return Jsonl(
@@ -266,6 +290,7 @@ def _rows(config: TaskConfig) -> Jsonl:
         prompt=config.prompt,
         answer=config.answer,
         solution=config.solution,
+        **_images(config),
         config=config.config,
         split=config.split,
         max_rows=config.max_rows,
@@ -298,8 +323,8 @@ TASKS: dict[str, Callable[[TaskConfig], Task]] = {
     "math": lambda config: MATH(config.path, max_bad_rows=config.max_bad_rows),
     **dict.fromkeys(PROGRAMS, _code),
     "ifeval": lambda config: IFEval(config.path, max_rows=config.max_rows, max_bad_rows=config.max_bad_rows),
-    "choice": lambda config: choice(config.path, max_bad_rows=config.max_bad_rows),
-    "yes_no": lambda config: yes_no(config.path, max_bad_rows=config.max_bad_rows),
+    "choice": lambda config: choice(config.path, max_bad_rows=config.max_bad_rows, **_images(config)),
+    "yes_no": lambda config: yes_no(config.path, max_bad_rows=config.max_bad_rows, **_images(config)),
     "gym": lambda config: Gym(config.path, num_problems=config.num_problems, seed=config.seed),
     **dict.fromkeys(("jsonl", "hub", *ROW_SETS), _rows),
     "mixture": _mixture,

@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from whet.model.vision.asking import is_image_part
 from whet.rewards.answers.extract import extract_answer, extract_answer_with_step
 from whet.schema import ResponseSchema
+from whet.tasks.images import COLUMNS as IMAGES
+from whet.tasks.images import ImageReader, RowImages, is_image
 from whet.tasks.read import Row, as_text, is_number, text_fault
 from whet.types import Message, UserError
 
@@ -57,6 +60,7 @@ class Columns:
         context: Text that belongs below the question (`input` beside `instruction`).
         system: The system message.
         tools: Definitions of the tools that may be called.
+        images: Images that are asked about.
     """
 
     kind: Literal["question", "chat", "text"]
@@ -68,9 +72,10 @@ class Columns:
     context: str = ""
     system: str = ""
     tools: str = ""
+    images: str = ""
 
     def __str__(self) -> str:
-        names = ("prompt", "context", "answer", "solution", "system", "tools")
+        names = ("prompt", "images", "context", "answer", "solution", "system", "tools")
         parts = {("reply" if n == "solution" and self.is_reply else n): getattr(self, n) for n in names}
         if self.kind != "question":
             parts = {self.kind: self.prompt} | {n: v for n, v in parts.items() if n != "prompt"}
@@ -91,6 +96,8 @@ class Content:
         tools: JSON list of tool definitions.
         calls: JSON list of the calls that the reply makes.
         other_answers: Further gold answers: any of them is right.
+        images: Sources of the question's images, where it is one message; those of `messages` are there.
+        image_names: Names of all images, the same on every machine.
     """
 
     prompt: str
@@ -102,13 +109,16 @@ class Content:
     tools: str = ""
     calls: str = ""
     other_answers: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
+    image_names: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
-        """What is asked, whole: equal questions stay in one split."""
+        """What is asked, whole but for its images: equal questions about equal images stay in one split."""
         if not self.messages:
             return self.prompt or self.reply
-        return "\x00".join((self.prompt, *(json.dumps(m.as_dict(), sort_keys=True) for m in self.messages)))
+        messages = (replace(message, images=()) for message in self.messages)
+        return "\x00".join((self.prompt, *(json.dumps(m.as_dict(), sort_keys=True) for m in messages)))
 
     def verbatim(self) -> Content:
         """Return it with the reply to learn as it is, and without an answer."""
@@ -120,7 +130,13 @@ class Content:
 
 
 def recognise(
-    present: Mapping[str, Any], source: str, *, prompt: str = "", answer: str = "", solution: str = ""
+    present: Mapping[str, Any],
+    source: str,
+    *,
+    prompt: str = "",
+    answer: str = "",
+    solution: str = "",
+    images: str = "",
 ) -> Columns:
     """Determine the columns of a data set from its first row.
 
@@ -134,14 +150,16 @@ def recognise(
         prompt: Column of the question, if given.
         answer: Column of the answer, if given; 'none' for no answer.
         solution: Column of the worked solution, if given.
+        images: Column of the images, if given; 'none' for none. Otherwise it is recognised by its name and first value.
 
     Raises:
         UserError: If a given column is not there, none asks, or several could.
     """
-    there = f"there are: {', '.join(map(str, present))[:MAX_SHOWN]}"
+    there = _there(present)
     for option, name in (("prompt", prompt), ("answer", answer), ("solution", solution)):
         if name and not (option == "answer" and name == NONE) and not _has(present, name):
             raise UserError(f"{source}: no column {name!r}; name another with --task.{option} ({there})")
+    images = image_column(present, source, images)
     gold = "" if answer == NONE else answer or _one(present, ANSWERS, "answer", source, there)
     if not (gold or answer or solution or _found(present, (*SOLUTIONS, *REPLIES))):
         lists = (name for name in _found(present, ANSWER_LISTS) if isinstance(_value(present, name), list))
@@ -169,15 +187,60 @@ def recognise(
         is_reply=bool(reply),
         is_verbatim=answer == NONE,
         tools=next(iter(_found(present, ("tools",))), ""),
+        images=images,
         **more,
     )
 
 
-def read_row(row: Row, columns: Columns) -> Content | str:
-    """Return what a row says, or what is wrong with it."""
+def image_column(present: Mapping[str, Any], source: str, given: str = "") -> str:
+    """Return the column of a data set's images: one that is called as they are, and holds one in the first row.
+
+    Args:
+        present: The first row.
+        source: Name of the data, for errors.
+        given: The column, if given; 'none' for none.
+
+    Raises:
+        UserError: If a given column is not there.
+    """
+    if given and given != NONE and not _has(present, given):
+        raise UserError(f"{source}: no column {given!r}; name another with --task.images ({_there(present)})")
+    shown = (name for name in _found(present, IMAGES) if is_image(_value(present, name)))
+    return "" if given == NONE else given or next(shown, "")
+
+
+def _there(present: Mapping[str, Any]) -> str:
+    return f"there are: {', '.join(map(str, present))[:MAX_SHOWN]}"
+
+
+def images_of(row: Row, column: str, reader: ImageReader) -> RowImages:
+    """Return the images of a row's column, if there is one.
+
+    Raises:
+        UserError: If one cannot be read.
+    """
+    return RowImages(reader, reader.images(_value(row, column)) if column else ())
+
+
+def read_row(row: Row, columns: Columns, reader: ImageReader | None = None) -> Content | str:
+    """Return what a row says, or what is wrong with it.
+
+    Args:
+        row: The row.
+        columns: Where its parts are.
+        reader: Reads its images; None: those of the hub, which hold the file itself.
+    """
     if columns.kind == "text":
         return text_fault(row, columns.prompt) or Content(prompt="", reply=row[columns.prompt])
-    asked = _asked(row, columns)
+    reader = ImageReader(None) if reader is None else reader
+    try:
+        return _read(row, columns, images_of(row, columns.images, reader))
+    except UserError as error:  # of an image
+        return str(error)
+
+
+def _read(row: Row, columns: Columns, images: RowImages) -> Content | str:
+    asked = _asked(row, columns, images)
     if isinstance(asked, str):
         return asked
     tools = _json_list(_value(row, columns.tools)) if columns.tools else ""
@@ -185,7 +248,13 @@ def read_row(row: Row, columns: Columns) -> Content | str:
         return f"{columns.tools!r} is not a list of tool definitions"
     messages, last = asked
     users = [message.content for message in messages if message.role == "user"]
-    content = Content(prompt=users[-1], messages=messages if len(messages) > 1 else (), tools=tools)
+    content = Content(
+        prompt=users[-1],
+        messages=messages if len(messages) > 1 else (),
+        tools=tools,
+        images=messages[0].images if len(messages) == 1 else (),
+        image_names=tuple(images.names),
+    )
     if last is not None and not columns.solution:
         content = replace(content, reply=last.content, thinking=last.thinking, calls=last.tool_calls)
     if columns.answer:
@@ -196,8 +265,18 @@ def read_row(row: Row, columns: Columns) -> Content | str:
     return _worked(content, columns) if last is not None else content
 
 
-def conversation(value: Any, column: str) -> tuple[Message, ...] | str:
-    """Read chat messages (role and content, or ShareGPT's from and value), or say what is wrong with them."""
+def conversation(value: Any, column: str, images: RowImages | None = None) -> tuple[Message, ...] | str:
+    """Read chat messages (role and content, or ShareGPT's from and value), or say what is wrong with them.
+
+    Args:
+        value: The messages.
+        column: Their column, for errors.
+        images: The row's images, for messages that show some.
+
+    Raises:
+        UserError: If an image cannot be read.
+    """
+    images = RowImages(ImageReader(None)) if images is None else images
     if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):
         return f"{column!r} is not a list of objects"
     messages: list[Message] = []
@@ -210,10 +289,18 @@ def conversation(value: Any, column: str) -> tuple[Message, ...] | str:
         calls, thinking = item.get("tool_calls"), item.get("reasoning_content", item.get("thinking"))
         if word == "function_call":  # ShareGPT: the value is the call
             calls, content = content, ""
+        sources: tuple[str, ...] = ()
         if isinstance(content, list):  # parts, as OpenAI's interface has them
-            if any(not isinstance(p, Mapping) or not isinstance(p.get("text"), str) for p in content):
-                return f"{column!r}, {role}: content holds more than text"
-            content = "".join(part["text"] for part in content)
+            seen = [part for part in content if is_image_part(part)]
+            texts = [part for part in content if not is_image_part(part)]
+            if any(not isinstance(p, Mapping) or not isinstance(p.get("text"), str) for p in texts):
+                return f"{column!r}, {role}: content holds more than text and images"
+            sources = tuple(map(images.of_part, seen))
+            content = "".join(part["text"] for part in texts)
+        elif isinstance(content, str):
+            content, sources = images.of_text(content)
+        if sources and role == "assistant":
+            return f"{column!r}: a message of the assistant's shows an image; models write text alone"
         found = _json_list(calls) if calls else ""
         if found is None:
             return f"{column!r}, {role}: 'tool_calls' is not a list of calls"
@@ -231,9 +318,20 @@ def conversation(value: Any, column: str) -> tuple[Message, ...] | str:
                 thinking=thinking if isinstance(thinking, str) else "",
                 tool_calls=found,
                 name=item["name"] if isinstance(item.get("name"), str) else "",
+                images=sources,
             )
         )
-    return tuple(messages)
+    return _with_rest(messages, images)
+
+
+def _with_rest(messages: Sequence[Message], images: RowImages) -> tuple[Message, ...]:
+    """Give the images that no message asked for to the first message of the user's."""
+    rest = images.rest()
+    place = next((place for place, message in enumerate(messages) if message.role == "user"), None)
+    if not rest or place is None:
+        return tuple(messages)
+    first = replace(messages[place], images=(*messages[place].images, *rest))
+    return (*messages[:place], first, *messages[place + 1 :])
 
 
 def split_thinking(text: str) -> tuple[str, str]:
@@ -244,7 +342,7 @@ def split_thinking(text: str) -> tuple[str, str]:
     return head.partition(READER.think_open)[2].strip() if READER.think_open in head else head.strip(), rest
 
 
-def _asked(row: Row, columns: Columns) -> tuple[tuple[Message, ...], Message | None] | str:
+def _asked(row: Row, columns: Columns, images: RowImages) -> tuple[tuple[Message, ...], Message | None] | str:
     """Return the messages that ask, and the assistant's message that answers them, if there is one."""
     value = _asked_in(row, columns.prompt)
     system: tuple[Message, ...] = ()
@@ -255,8 +353,10 @@ def _asked(row: Row, columns: Columns) -> tuple[tuple[Message, ...], Message | N
             return fault
         context = _value(row, columns.context) if columns.context else None
         below = f"\n\n{context}" if isinstance(context, str) and context.strip() else ""
-        return (*system, Message(role="user", content=f"{as_text(value)}{below}")), None
-    found = conversation(value, columns.prompt)
+        text, sources = images.of_text(as_text(value))
+        sources += images.rest()
+        return (*system, Message(role="user", content=f"{text}{below}", images=sources)), None
+    found = conversation(value, columns.prompt, images)
     if isinstance(found, str):
         return found
     if system and found[0].role != "system":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,6 +15,8 @@ from whet.tasks.read import BadRow, Check, Row, as_row, is_hub_name, read_json_a
 from whet.types import UserError
 
 MAX_SHOWN = 300
+IMAGES_AT_ONCE = 16
+"""Rows with images that are in memory together."""
 TRAIN, TEST = "train", "test"
 _CHOICES = re.compile(r"\[[^\[\]]*\]")
 
@@ -79,8 +81,8 @@ def hub_rows(part: Part, *, max_rows: int = 0) -> Iterator[tuple[str, int, Row |
         left = max_rows - count if max_rows else None
 
         def load(config: str = config) -> Iterable[Any]:
-            return datasets.load_dataset(
-                part.path, config or None, split=part.split, streaming=bool(max_rows)
+            return _as_stored(
+                datasets.load_dataset(part.path, config or None, split=part.split, streaming=bool(max_rows))
             )
 
         values = iter(_called(part.path, config, part.split, load))
@@ -90,6 +92,31 @@ def hub_rows(part: Part, *, max_rows: int = 0) -> Iterator[tuple[str, int, Row |
             yield f"{name} row {number}", number, as_row(value), value
         if max_rows and count >= max_rows:
             return
+
+
+def _as_stored(rows: Any) -> Iterable[Any]:
+    """Return rows whose images are the files that the data set holds, as {'bytes', 'path'}.
+
+    `datasets` would decode each, without a limit; and an image that is encoded again has other bytes on every machine.
+    """
+    if not _has_images(getattr(rows, "features", None)):
+        return rows
+    if hasattr(rows, "decode"):  # a stream
+        return rows.decode(False)
+    return (
+        row
+        for table in rows.with_format("arrow").iter(batch_size=IMAGES_AT_ONCE)
+        for row in table.to_pylist()
+    )
+
+
+def _has_images(feature: Any) -> bool:
+    """Say whether a type of `datasets`, or one inside it, is that of images."""
+    if isinstance(feature, Mapping):
+        return any(map(_has_images, feature.values()))
+    if isinstance(feature, list):
+        return any(map(_has_images, feature))
+    return type(feature).__name__ == "Image" or _has_images(getattr(feature, "feature", []))
 
 
 def read_hub(

@@ -8,11 +8,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from whet.model.vision.reading import Urls, shown
 from whet.rewards.answers.equal import answers_equal
 from whet.schema import AnswerType
 from whet.tasks.choice import has_options
 from whet.tasks.columns import Columns, Content, accepted_in, read_row, recognise
 from whet.tasks.hub import TEST, TRAIN, Part, find_parts, hub_rows
+from whet.tasks.images import ImageReader
 from whet.tasks.read import (
     ENDINGS,
     TEST_PERCENT,
@@ -50,13 +52,12 @@ class Jsonl:
 
     Attributes:
         name: 'jsonl', or the name of the data set.
+        answer_type: 'text', or what the answers of a data set with a name are.
         bad_rows: Rows skipped so far.
         num_duplicates: Repeated rows dropped so far.
         recognised: What each column was taken for, and a sample row; '' before anything was read.
         no_gold: Why problems have no answer; '' where they have one.
     """
-
-    answer_type: AnswerType = "text"
 
     def __init__(
         self,
@@ -67,6 +68,9 @@ class Jsonl:
         prompt: str = "",
         answer: str = "",
         solution: str = "",
+        images: str = "",
+        image_root: str = "",
+        image_urls: Urls = "none",
         config: str = "",
         split: str = "",
         max_rows: int = 0,
@@ -81,6 +85,9 @@ class Jsonl:
             prompt: Column of the question, or of the chat; '' is recognised (`whet.tasks.columns`).
             answer: Column of the gold answer; 'none' learns replies as they are.
             solution: Column of the worked solution or reply.
+            images: Column of the images; '' is recognised, 'none' reads none.
+            image_root: Folder of images that are named by paths; '' for the folder of the data.
+            image_urls: Which URLs of images are fetched.
             config: Configuration on the hub.
             split: Split on the hub, if it is to be only one.
             max_rows: Rows to read of each file or split, from the front; of the hub they are streamed. 0 reads all.
@@ -103,13 +110,18 @@ class Jsonl:
                 f"task.{option} is for data sets of the hub; {path} is a file or folder: leave it out"
             )
         self._hub = str(path)
-        self._known = known or (known_set(self._hub) if not (prompt or answer or solution) else None)
-        self._columns = {"prompt": prompt, "answer": answer, "solution": solution}
+        self._known = known or (
+            known_set(self._hub) if not (prompt or answer or solution or images) else None
+        )
+        self._columns = {"prompt": prompt, "answer": answer, "solution": solution, "images": images}
         if self._known is not None:
             self._columns = {
                 option: given or getattr(self._known, option) for option, given in self._columns.items()
             }
+        self.answer_type: AnswerType = self._known.answer_type if self._known is not None else "text"
         self._config, self._split = config, split
+        self._image_root = image_root
+        self._image_urls: Urls = image_urls
         on_hub = self._known if self._path is None else None
         self._max_rows = max_rows or (on_hub.max_rows if on_hub else 0)
         self._max_bad_rows = max_bad_rows
@@ -183,12 +195,14 @@ class Jsonl:
                 "choice (or, where the question itself lists them, name the answer's column: --task.answer)"
             )
 
+        folder = rows.parent if isinstance(rows, Path) else None
+        reader = ImageReader(Path(self._image_root) if self._image_root else folder, self._image_urls)
+
         def check(row: Row) -> Any:
             prepared = self._prepared(row)
             assert columns is not None
-            return (
-                () if prepared is None else read_row(prepared, columns)
-            )  # () stands for a row that is not used
+            # () stands for a row that is not used.
+            return () if prepared is None else read_row(prepared, columns, reader)
 
         if isinstance(rows, Path):
             options: Any = {"max_bad_rows": self._max_bad_rows, "check": check, "max_rows": self._max_rows}
@@ -244,11 +258,12 @@ class Jsonl:
                 self.num_duplicates += 1
                 continue
             seen.add(content)
-            prompt_uid = uid = problem_uid(self.name, content.key)
+            names = content.image_names
+            prompt_uid = uid = problem_uid(self.name, content.key, names)
             if uid in problems:
                 gold = "\x00".join((content.answer, *content.other_answers))
                 said = (content.key, gold, content.solution, content.reply)
-                uid = problem_uid(self.name, "\x00".join(said[: 4 if content.reply else 3]))
+                uid = problem_uid(self.name, "\x00".join(said[: 4 if content.reply else 3]), names)
             meta = {"file": source, "line": str(number), "prompt_uid": prompt_uid}
             meta |= {name: text for name, text in ((TOOLS, content.tools), (CALLS, content.calls)) if text}
             problems[uid] = Problem(
@@ -258,6 +273,7 @@ class Jsonl:
                 answer=content.answer,
                 solution=content.solution,
                 messages=content.messages,
+                images=content.images,
                 reply=content.reply,
                 other_answers=content.other_answers,
                 meta=meta,
@@ -291,6 +307,8 @@ def _shown(source: str, columns: Columns, sample: Content | None, no_gold: str) 
             "question": asked if sample.prompt else "",
             "answer": " or ".join(map(repr, (sample.answer, *sample.other_answers))) if sample.answer else "",
         }
+        images = (*sample.images, *(source for message in sample.messages for source in message.images))
+        parts |= {"images": ", ".join(map(shown, images))}
         parts |= {"solution": repr(sample.solution) if sample.solution else ""}
         parts |= {"reply": repr(sample.reply) if sample.reply else ""}
         lines += [f"  {name}: {text[:SHOWN]}" for name, text in parts.items() if text]

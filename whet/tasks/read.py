@@ -28,6 +28,8 @@ Check = Callable[[Row], Any]
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_RAW = 2000
+FILES_AT_ONCE = 16
+"""Rows of a parquet file with a binary column, such as images, that are made into Python's objects together."""
 DEV_PERCENT = TEST_PERCENT = 5
 CSV = (".csv", ".tsv")
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", *CSV, ".parquet")
@@ -127,6 +129,7 @@ def read_csv(
 
 
 def _csv_rows(path: Path, errors: str = "strict") -> Iterable[dict[str | Any, Any]]:
+    csv.field_size_limit(MAX_LINE_BYTES)  # of the whole process; a data URI is longer than the default
     lines = (line.decode("utf-8", errors=errors) for _, line in _lines(path))
     names = next(lines, "")
     return csv.DictReader(
@@ -160,8 +163,11 @@ def _parquet_rows(path: Path) -> Iterator[Row | str]:
     except ImportError as error:
         raise UserError(f"{path.name}: to read parquet files, {install_command('parquet')}") from error
     try:
-        with ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1000):
+        with ParquetFile(
+            path, buffer_size=2**20, pre_buffer=False
+        ) as file:  # or it would read ahead without end
+            holds_files = "binary" in str(file.schema_arrow)
+            for batch in file.iter_batches(batch_size=FILES_AT_ONCE if holds_files else 1000):
                 try:
                     yield from batch.to_pylist()
                 except UnicodeDecodeError:

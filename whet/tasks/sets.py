@@ -6,10 +6,12 @@ them; `card` says where they were read. The few rows in tests/golden/hub have th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from whet.schema import AnswerType
 from whet.tasks.columns import NONE, split_thinking
 from whet.tasks.hub import TEST, TRAIN, Part
 from whet.tasks.read import Row
@@ -44,6 +46,8 @@ class HubSet:
         prompt: Column of the question; '' is recognised.
         answer: Column of the answer; 'none' learns replies as they are.
         solution: Column of the worked solution.
+        images: Column of the images; '' is recognised.
+        answer_type: What an answer is; it words the instruction.
         prepare: Brings a row into these columns; None for a row that is not used.
         max_rows: Rows that are streamed unless another number is given; 0 downloads all.
     """
@@ -55,6 +59,8 @@ class HubSet:
     prompt: str = ""
     answer: str = ""
     solution: str = ""
+    images: str = ""
+    answer_type: AnswerType = "text"
     prepare: Callable[[Row], Row | None] | None = field(default=None)
     max_rows: int = 0
 
@@ -95,6 +101,39 @@ def _openr1(row: Row) -> Row | None:
 
 def _openmath(row: Row) -> Row | None:
     return row if _has_answer(row, "expected_answer") else None
+
+
+def _mathvista(row: Row) -> Row | None:
+    """Say with the question what its unit, choices and precision are, as the set's own column `query` does.
+
+    That column also says where the answer is to stand, which the schema does here. Rows without an answer (the split
+    test) are left out.
+    """
+    question: Any = row.get("question")
+    if not _has_answer(row, "answer") or not isinstance(question, str):
+        return None
+    if unit := row.get("unit"):
+        question = f"{question} (Unit: {unit})"
+    choices: Any = row.get("choices") or []
+    digits: Any = row.get("precision")
+    if choices:
+        question += "\nOne of these is the answer: " + "; ".join(map(str, choices))
+    elif row.get("answer_type") == "integer":
+        question += "\nThe answer is a whole number."
+    elif row.get("answer_type") == "float" and isinstance(digits, int | float):
+        question += f"\nRound the answer to {digits:.0f} decimal place{'s' * (digits != 1)}."
+    elif row.get("answer_type") == "list":
+        question += "\nThe answer is a list, such as [1, 2, 3]."
+    return {**row, "question": question}
+
+
+def _mathvista_number(row: Row) -> Row | None:
+    """Leave out rows whose answer is not a number."""
+    try:
+        number = float(str(row.get("answer")))
+    except ValueError:
+        return None
+    return _mathvista(row) if math.isfinite(number) else None
 
 
 def _has_answer(row: Row, name: str) -> bool:
@@ -200,6 +239,48 @@ HUB_SETS: dict[str, HubSet] = {
         parts=_train("SynthLabsAI/Big-Math-RL-Verified"),
         prompt="problem",
         answer="answer",
+    ),
+    "mathvista": HubSet(
+        about="1,000 questions about figures, charts and photographs (testmini); a number, one of the choices, or a "
+        "list",
+        licence="CC BY-SA 4.0 (its images have those of their sources)",
+        card="card",
+        parts=_test("AI4Math/MathVista", "testmini"),
+        prompt="question",
+        answer="answer",
+        images="decoded_image",
+        prepare=_mathvista,
+    ),
+    "mathvista_numbers": HubSet(
+        about="those questions of MathVista's testmini whose answer is a number",
+        licence="CC BY-SA 4.0 (its images have those of their sources)",
+        card="card",
+        parts=_test("AI4Math/MathVista", "testmini"),
+        prompt="question",
+        answer="answer",
+        images="decoded_image",
+        answer_type="number",
+        prepare=_mathvista_number,
+    ),
+    "geometry3k": HubSet(
+        about="3,002 school problems about a figure; a number, often with a root",
+        licence="MIT",
+        card="card",
+        parts=_train("hiyouga/geometry3k") | _test("hiyouga/geometry3k"),
+        prompt="problem",
+        answer="answer",
+        images="images",
+    ),
+    "clevr_count": HubSet(
+        about="count the solids of a rendered scene (CLEVR CoGenT), of 70,000 the first 10,000; a whole number",
+        licence="none named",
+        card="card for splits; columns from use in public code",
+        parts=_train("leonardPKU/clevr_cogen_a_train"),
+        prompt="problem",
+        solution="solution",
+        images="image",
+        answer_type="number",
+        max_rows=10_000,
     ),
     "humaneval": HubSet(
         about="complete a Python function, 164; a program",

@@ -27,6 +27,8 @@ from whet.types import Problem, UserError
 
 # Facts about machine and software that results depend on, stored with the run.
 
+PUSHES = "pushes.json"
+"""File of a run's folder: the commits on the hub that it became."""
 ENVIRONMENT_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 """The only variables that are recorded: others may contain secrets."""
 

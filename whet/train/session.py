@@ -27,7 +27,7 @@ from whet.model.changes import CHANGES, changed_weights
 from whet.model.config import has_experts
 from whet.model.files import read_json
 from whet.model.lora.files import find_model
-from whet.model.lora.side import LoRAConfig, choose
+from whet.model.lora.side import LoRAConfig, choose, with_tower
 from whet.model.lora.trained import Base, Trained
 from whet.model.quant import QUANTIZATION, packed_parts
 from whet.model.weights import check_weights, load_model, load_shares, stored_shape
@@ -235,7 +235,7 @@ def train_adapters(policy: Policy, config: RunConfig) -> None:
     rounded = config.policy.quantize if rounded == "none" else rounded
     policy.trained = Trained(
         policy.model,
-        config.lora,
+        with_tower(config.lora) if config.policy.train_vision else config.lora,
         base=Base.of(init, policy.folder, rounded),
         seed=config.seed,
         adapter=found,

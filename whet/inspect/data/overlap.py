@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from whet.tasks.images import all_images
 from whet.types import Problem
 
 View = Literal["text", "template"]
@@ -52,27 +53,34 @@ class Texts:
 
 
 def fold_prompts(problems: Sequence[Problem]) -> Texts:
-    """Fold the prompts of problems."""
+    """Fold the prompts of problems; words about different images are different words."""
     keys: dict[View, list[bytes]] = {view: [] for view in VIEWS}
     words: dict[View, list[int]] = {view: [] for view in VIEWS}
     num_words = np.zeros(len(problems), dtype=np.int64)
     known: dict[str, int] = {NUMBER: int(NUMBER_HASH)}
     for index, problem in enumerate(problems):
         tokens = fold(problem.prompt)
+        images = all_images(problem)
+        mark = _number_of("\x00".join(images)) if images else 0
         masked = [NUMBER if token[0].isdigit() else token for token in tokens]
         for view, shown in zip(VIEWS, (tokens, masked), strict=True):
-            keys[view].append(hashlib.blake2b(" ".join(shown).encode(), digest_size=16).digest())
+            whole = "\x00".join((" ".join(shown), *images))
+            keys[view].append(hashlib.blake2b(whole.encode(), digest_size=16).digest())
             kept = [token for token in shown if token[0].isalnum() or token == NUMBER]
             for token in kept:
                 if token not in known:
-                    digest = hashlib.blake2b(token.encode(), digest_size=8).digest()
-                    known[token] = int.from_bytes(digest, "little")
-            words[view] += [known[token] for token in kept]
+                    known[token] = _number_of(token)
+            # Numbers stay as they are, because they are counted; n-grams of more numbers than words are left out.
+            words[view] += [known[token] if token == NUMBER else known[token] ^ mark for token in kept]
             num_words[index] = len(kept)
     arrays: dict[View, np.ndarray] = {
         view: np.array(values, dtype=np.uint64) for view, values in words.items()
     }
     return Texts(keys, arrays, np.repeat(np.arange(len(problems)), num_words), num_words)
+
+
+def _number_of(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def ngrams(texts: Texts, view: View, n: int) -> tuple[np.ndarray, np.ndarray]:

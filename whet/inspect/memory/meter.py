@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,12 +20,15 @@ from whet.generate.engine import Engine
 from whet.generate.policy import Policy
 from whet.generate.rows import Completion, Request
 from whet.inspect.memory.phases import Phase, Workload
+from whet.model.transformer import LanguageModel
+from whet.model.vision.pixels import Preprocessing
+from whet.model.vision.store import Picture
 from whet.train.objective.objective import Objective
 from whet.train.optim.step import Optimizer, prepare_model
 from whet.train.rl_config import RLConfig
 from whet.train.rollout.source import KEPT_CACHE
 from whet.train.sft import SFTConfig, train_step
-from whet.types import Group, Problem, Sample
+from whet.types import Group, Problem, Sample, UserError
 
 
 class LiveTensors(TorchDispatchMode):
@@ -107,12 +112,13 @@ def measure(run: RLConfig | SFTConfig, policy: Policy, work: Workload) -> dict[s
         step = _metered(optimizer, meter, found)
         meter.restart()
         if isinstance(run, SFTConfig):
-            ids = [
-                _ids(place, work.length, policy.model.num_valid_tokens) for place in range(work.num_sequences)
-            ]
+            first = 1 + max(1, work.image_tokens)  # an image is never trained on
+            ids = [_prompt(place, work.length, policy.model, work) for place in range(work.num_sequences)]
             optimizer.begin(run.optim.lr)
             train_step(
-                policy, [TrainingSequence(prompt_ids=i[:2], completion_ids=i[2:]) for i in ids], run.optim
+                policy,
+                [TrainingSequence(prompt_ids=i[:first], completion_ids=i[first:]) for i in ids],
+                run.optim,
             )
             step(run.optim.lr)
             return found
@@ -150,8 +156,7 @@ def _metered(
 def _longest_groups(run: RLConfig, engine: Engine, work: Workload) -> list[Group]:
     """Sample the longest completions of the longest prompts, with advantages of both signs."""
     prompts = [
-        _ids(place, work.length - work.num_trained, engine.model.num_valid_tokens)
-        for place in range(run.num_prompts)
+        _prompt(place, work.length - work.num_trained, engine.model, work) for place in range(run.num_prompts)
     ]
     requests = [
         Request(prompt_ids=prompt, seeds=tuple(range(place * run.group_size, (place + 1) * run.group_size)))
@@ -180,6 +185,27 @@ def _longest_groups(run: RLConfig, engine: Engine, work: Workload) -> list[Group
         )
         for place, row in enumerate(engine.generate(requests, run.sampling))
     ]
+
+
+def _prompt(place: int, length: int, model: LanguageModel, work: Workload) -> tuple[int, ...]:
+    """Return tokens that start differently for every index, of an image if there are some, behind the first token."""
+    seen = ()
+    if work.image_tokens and model.images is not None:
+        seen = model.images.add(_picture(place, model.images.preprocessing, work.image_tokens))
+    if len(seen) >= length:
+        raise UserError(
+            f"image_tokens = {work.image_tokens}: an image of {len(seen)} tokens leaves no room in a prompt of {length}"
+        )
+    ids = _ids(place, length - len(seen), model.num_valid_tokens)
+    return (*ids[:1], *seen, *ids[1:])
+
+
+def _picture(place: int, preprocessing: Preprocessing, num_tokens: int) -> Picture:
+    """Return an image of its own colour that has about so many tokens."""
+    rows = max(n for n in range(1, math.isqrt(num_tokens) + 1) if num_tokens % n == 0)
+    unit = preprocessing.vision.patch_size * preprocessing.vision.merge
+    pixels_HWC = np.full((rows * unit, num_tokens // rows * unit, 3), place % 256, dtype=np.uint8)
+    return Picture.of(f"image {place}".encode(), pixels_HWC)
 
 
 def _ids(place: int, length: int, vocabulary: int) -> tuple[int, ...]:

@@ -35,13 +35,14 @@ from whet.model.attention import (
     round_up,
 )
 from whet.model.checkpointing import CheckpointKind
-from whet.model.config import LayerSpec, ModelConfig, has_own_rules, kv_shape
+from whet.model.config import TOWER, LayerSpec, ModelConfig, has_own_rules, kv_shape
 from whet.model.experts import ROW_QUANTUM as EXPERT_ROWS
 from whet.model.lora.side import LoRAConfig, choose
 from whet.model.lora.trained import modules_to_save
 from whet.model.quant import Kind, packed_size, places
 from whet.model.recurrence import CHUNK as STEPS
 from whet.model.transformer import SIDE_NAMES
+from whet.model.vision.store import CACHE_BYTES
 from whet.model.weights import build_model
 from whet.train.optim import adam8bit
 from whet.train.optim.adam8bit import BLOCK, MIN_NUMBERS
@@ -90,6 +91,9 @@ class Workload:
         quantize: Kind that the layers' matrices are rounded to as they are loaded, or none.
         kinds: Of a folder of `whet quantize` the kind of each matrix, by name without '.weight'.
         lora: Adapters that are trained in place of the weights; rank 0 for none.
+        image_tokens: Tokens of a prompt's images, which its length counts, too; 0 for none.
+        num_images: Images that are encoded in the run, each one time.
+        trains_tower: Whether what turns images into embeddings is trained.
     """
 
     shape: ModelConfig
@@ -124,6 +128,9 @@ class Workload:
     quantize: Literal["none", "nf4", "int8"] = "none"
     kinds: tuple[tuple[str, str], ...] = ()
     lora: LoRAConfig = LoRAConfig()
+    image_tokens: int = 0
+    num_images: int = 0
+    trains_tower: bool = False
 
     @property
     def micro_sequences(self) -> int:
@@ -517,6 +524,8 @@ def backward_bytes(work: Workload, tokens: int, sequences: int, spec: LayerSpec 
 GIB = 2**30
 COLUMN_BYTES = 3 * 8 + 7 * 4
 PANEL = 32
+COPIES = "dense copies"
+"""Part of a rollout that is made as memory allows."""
 CHUNK_COPIES = 11
 """Float32 copies of a chunk of 8-bit moments during its update and requantisation."""
 
@@ -546,11 +555,16 @@ def parameter_sizes(shape: ModelConfig) -> tuple[int, ...]:
     return tuple(size.numel() for _, size in parameter_shapes(shape))
 
 
+def _without_tower(shape: ModelConfig) -> tuple[tuple[str, torch.Size], ...]:
+    return tuple((name, size) for name, size in parameter_shapes(shape) if not name.startswith(TOWER))
+
+
 @cache
 def trained_shapes(work: Workload) -> tuple[tuple[str, torch.Size], ...]:
-    """Return the name and the shape of every tensor that is trained: all parameters, or adapters in their place."""
+    """Return the name and the shape of every tensor that is trained: all parameters (those of a tower where it is
+    trained, too), or adapters in their place."""
     if not work.lora.rank:
-        return parameter_shapes(work.shape)
+        return parameter_shapes(work.shape) if work.trains_tower else _without_tower(work.shape)
     with torch.device("meta"):
         model = build_model(work.shape)
     found: list[tuple[str, torch.Size]] = []
@@ -621,7 +635,7 @@ def adapted_bytes(work: Workload, rank: int, *, is_quantised: bool) -> int:
     """
     work = replace(work, checkpoint="layer", precision="bfloat16_master")
     matrices = [
-        s for n, s in parameter_shapes(work.shape) if len(s) == 2 and any(w.isdigit() for w in n.split("."))
+        s for n, s in _without_tower(work.shape) if len(s) == 2 and any(w.isdigit() for w in n.split("."))
     ]
     frozen = sum(size.numel() for size in matrices)
     base = 2 * (sum(parameter_sizes(work.shape)) - frozen)
@@ -635,8 +649,8 @@ def adapted_bytes(work: Workload, rank: int, *, is_quantised: bool) -> int:
 
 def phases(work: Workload) -> list[Phase]:
     """Predict the peak of each phase of a step, in their order."""
-    sizes = parameter_sizes(work.shape)
-    kept = _kept(work, sizes)
+    sizes = [size.numel() for _, size in _read_shapes(work)]
+    kept = _kept(work)
     packed = {"packed weights": packed_bytes(work)} if work.is_native else {}
     found = []
     if work.kept_bytes:
@@ -656,9 +670,71 @@ def phases(work: Workload) -> list[Phase]:
     return found
 
 
+def _read_shapes(work: Workload) -> tuple[tuple[str, torch.Size], ...]:
+    """Return what each training pass reads: a tower that is not trained is computed once for each image, before."""
+    return parameter_shapes(work.shape) if work.trains_tower else _without_tower(work.shape)
+
+
+def _feature_bytes(work: Workload) -> int:
+    """Return the bytes of what the decoder reads of a prompt's images."""
+    vision = work.shape.vision
+    if vision is None:
+        return 0
+    return work.image_tokens * vision.out_width * (1 + len(vision.deep)) * work.product_bytes
+
+
+def _num_patches(work: Workload) -> int:
+    """Return the patches of a prompt's images."""
+    return 0 if work.shape.vision is None else work.image_tokens * work.shape.vision.merge**2
+
+
+def image_bytes(work: Workload) -> int:
+    """Return the bytes that are kept of all images: features, and on a CPU the patches in the same memory."""
+    vision = work.shape.vision
+    if vision is None or not work.image_tokens:
+        return 0
+    patch = 4 * 3 * max(1, vision.frames) * vision.patch_size**2
+    is_kept = bool(work.rows) or not work.trains_tower  # of a pass that trains the tower none are
+    one = is_kept * _feature_bytes(work) + (_num_patches(work) * patch if work.device == "cpu" else 0)
+    return max(one, min(CACHE_BYTES, work.num_images * one))
+
+
+def encoding_bytes(work: Workload) -> int:
+    """Return the peak bytes of encoding a prompt's images without autograd, one layer after the other."""
+    vision = work.shape.vision
+    if vision is None:
+        return 0
+    a, width, inner = work.product_bytes, vision.width, vision.intermediate_size
+    attention = (
+        a * 9 * width
+    )  # residual stream, norm, queries, keys and values, the first two turned, and the result
+    return _num_patches(work) * max(attention, a * (3 * width + (3 if vision.is_rms else 2) * inner))
+
+
+def tower_bytes(work: Workload) -> int:
+    """Return the bytes that autograd saves in a tower that is trained, for a prompt's images."""
+    vision = work.shape.vision
+    if vision is None or not work.trains_tower:
+        return 0
+    a, width = work.product_bytes, vision.width
+    # Two inputs of norms and what they return; queries, keys and values as they come, turned, and attended.
+    layer = 2 * work.parameter_bytes * width + a * (
+        9 * width + (4 if vision.is_rms else 2) * vision.intermediate_size
+    )
+    mergers = 2 * a * width * (1 + len(vision.deep)) * (2 if vision.projector == "merge" else 1)
+    return _num_patches(work) * (vision.num_layers * layer + mergers)
+
+
+def _families(work: Workload) -> int:
+    """Return the different prompts of a micro-batch."""
+    micro, prompt = micro_batches(work), work.length - work.num_trained
+    return max(1, (micro.tokens - micro.sequences * work.num_trained) // max(1, prompt))
+
+
 def peak(work: Workload) -> int:
-    """Return the bytes of the largest phase."""
-    return max(phase.total for phase in phases(work))
+    """Return the bytes of the largest phase, without dense copies of what is in few bits: those are made of as much as
+    half of the free memory holds."""
+    return max(phase.total - phase.parts.get(COPIES, 0) for phase in phases(work))
 
 
 def fit(work: Workload, num_bytes: int) -> Workload | None:
@@ -711,13 +787,15 @@ def row_state_bytes(shape: ModelConfig, product_bytes: int) -> int:
     )
 
 
-def _kept(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
+def _kept(work: Workload) -> dict[str, int]:
     """Return the bytes that live from the first step to the last."""
     shape, model = work.shape, weight_bytes(work)
     state = 0 if work.offload_state else state_bytes(work)
     tables = table_bytes(work) * shape.max_positions
     own = adapter_bytes(work)
     parts = {"weights": model + tables} | ({"adapters": own} if own else {}) | {"optimizer": state}
+    if seen := image_bytes(work):
+        parts["images"] = seen
     if work.overlap != "off":
         parts["sampler"] = packed_bytes(work) + (model + tables if work.overlap == "async" else 0)
     if work.lora.rank:  # reference and critic share the base; a reference at the start is the base
@@ -809,7 +887,7 @@ def packed_bytes(work: Workload, *, has_head: bool = True, in_training: bool = F
     )
     head = round_up(shape.vocab_size, PANEL) * shape.hidden_size * work.parameter_bytes
     own = 0 if in_training and work.checkpoint == "layer" else _adapter_panels(work)
-    return total + own + (head if has_head else 0)
+    return total + own + _tower_panels(work) + (head if has_head else 0)
 
 
 def _adapter_panels(work: Workload) -> int:
@@ -827,16 +905,27 @@ def _packed_layers(work: Workload, *, in_training: bool = False) -> list[dict[st
     layers = [{"mlp": 0, "attention": 0} for _ in range(shape.num_layers)]
     few = packed_kinds(work) if in_training else {}  # dequantised for each use, and dropped
     for name, size in parameter_shapes(shape):
-        if name in few:
+        if name in few or name.startswith(TOWER):
             continue
         is_table = "embed" in name or "wte" in name or "wpe" in name or "lm_head" in name
         if len(size) == 2 and not is_table:
             # What stands outside the layers (Gemma 4's projection of inputs) counts with the first one.
             layer = next((int(word) for word in name.split(".") if word.isdigit()), 0)
-            rows, width = reversed(size) if shape.family == "gpt2" else size
-            held = 0 if width % QUANTUM else round_up(rows, PANEL) * width * work.product_bytes
+            held = _panels(work, *(reversed(size) if shape.family == "gpt2" else size))
             layers[layer]["mlp" if ".mlp." in name else "attention"] += held
     return layers
+
+
+def _tower_panels(work: Workload) -> int:
+    """Return the bytes of a tower's packed weights; none of its layers is recomputed."""
+    sizes = (
+        size for name, size in parameter_shapes(work.shape) if name.startswith(TOWER) and "embed" not in name
+    )
+    return sum(_panels(work, *size) for size in sizes if len(size) == 2)
+
+
+def _panels(work: Workload, rows: int, width: int) -> int:
+    return 0 if width % QUANTUM else round_up(rows, PANEL) * width * work.product_bytes
 
 
 def _is_recomputed(work: Workload, layer: int, part: str) -> bool:
@@ -865,11 +954,12 @@ def _rollout(work: Workload) -> dict[str, int]:
         scores = 0
     decode = logits + max(0, scores + passing_bytes(work, work.rows) - logits)
     prefill = passing_bytes(work, tokens, -(-tokens // prompt), prompt)
+    prefill += -(-tokens // prompt) * _feature_bytes(work)  # gathered from those that are kept
     if work.is_native:  # the prompts' logits, repeated for each row
         prefill = max(prefill, logits + work.num_prompts * vocabulary * 4)
-    parts = {"activations": states + max(decode, prefill)}
+    parts = {"activations": states + max(decode, prefill, encoding_bytes(work))}
     if copies := dense_bytes(work):
-        parts["dense copies"] = copies
+        parts[COPIES] = copies
     if work.precision.endswith("_master") and work.device == "cpu" and not work.is_native:
         parts["float32 head"] = 4 * shape.vocab_size * shape.hidden_size
     return parts
@@ -890,6 +980,7 @@ def _backward(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
     tokens, trained = micro.tokens, micro.sequences * work.num_trained
     residual = work.parameter_bytes * shape.hidden_size
     stored, again = _stored(work)
+    stored += _families(work) * tower_bytes(work)
     frame = tokens * table_bytes(work) + _batch_bytes(work)
     ends = tokens * norm_bytes(work, 0) * shape.hidden_size + trained * residual
     table, gradients = shape.vocab_size * shape.hidden_size * work.parameter_bytes, gradient_bytes(work)
@@ -922,8 +1013,8 @@ def _backward(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
             "packed weights": packed,
         },
     ]
-    if work.rows:  # before the first layer: the rollout's packed weights still exist
-        moments.append({"activations": frame, "packed weights": packed_bytes(work)})
+    if work.rows or work.image_tokens:  # before the first layer: the rollout's packed weights still exist
+        moments.append({"activations": frame + encoding_bytes(work), "packed weights": packed_bytes(work)})
     if not work.is_native:
         for parts in moments:
             del parts["packed weights"]

@@ -21,6 +21,7 @@ from whet.inspect.cluster.cluster import SimConfig, as_json, as_text, draw_plan,
 from whet.inspect.cluster.costs import CardName, card_costs, measured_costs, recorded_costs
 from whet.inspect.memory.meter import compare, measure
 from whet.inspect.memory.phases import (
+    COPIES,
     GIB,
     Phase,
     Workload,
@@ -34,11 +35,12 @@ from whet.inspect.memory.phases import (
 from whet.kernels import eager
 from whet.kernels.cpu import build
 from whet.model.attention import AttentionKind
-from whet.model.config import ModelConfig
+from whet.model.config import TOWER, ModelConfig
 from whet.model.families import RopeFactors, from_hf
 from whet.model.files import find_files, is_hub_name, read_json
 from whet.model.lora.adapter import CONFIG
 from whet.model.lora.files import find_model
+from whet.model.lora.side import with_tower
 from whet.model.quant import QUANTIZATION
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import model_folder
@@ -53,6 +55,8 @@ from whet.train.sft import SFTConfig
 from whet.types import UserError
 
 PROMPT_TOKENS = 256
+IMAGE_SIDE = 512
+"""Pixels of a side of the image that is planned for, where a tower reads any size."""
 WHET = (sys.executable, "-m", "whet")
 
 
@@ -89,6 +93,48 @@ SHAPES: dict[str, ModelConfig] = {
         num_kv_heads=12,
         head_dim=64,
         max_positions=1024,
+    ),
+    # As their config.json says.
+    "Qwen/Qwen3-VL-8B-Instruct": from_hf(
+        {
+            "model_type": "qwen3_vl",
+            "image_token_id": 151_655,
+            "tie_word_embeddings": False,
+            "text_config": {
+                "model_type": "qwen3_vl_text",
+                "vocab_size": 151_936,
+                "hidden_size": 4096,
+                "intermediate_size": 12_288,
+                "num_hidden_layers": 36,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "hidden_act": "silu",
+                "attention_bias": False,
+                "max_position_embeddings": 262_144,
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 5_000_000,
+                "rope_scaling": {
+                    "rope_type": "default",
+                    "mrope_interleaved": True,
+                    "mrope_section": [24, 20, 20],
+                },
+            },
+            "vision_config": {
+                "model_type": "qwen3_vl",
+                "depth": 27,
+                "hidden_size": 1152,
+                "intermediate_size": 4304,
+                "num_heads": 16,
+                "patch_size": 16,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+                "out_hidden_size": 4096,
+                "num_position_embeddings": 2304,
+                "deepstack_visual_indexes": [8, 16, 24],
+                "hidden_act": "gelu_pytorch_tanh",
+            },
+        }
     ),
 }
 
@@ -132,8 +178,11 @@ class PlanConfig:
     set: tuple[str, ...] = ()
     """Fields of the recipe that are overridden; written as its own options are: --policy.init MODEL."""
     length: int = 0
-    """Longest sequence, prompt and completion, in tokens; 0 takes 256 for the prompt and the recipe's longest
-    completion (sft: a whole micro-batch), within the context."""
+    """Longest sequence, prompt and completion, in tokens; 0 takes 256 for the prompt, its images' tokens and the
+    recipe's longest completion (sft: a whole micro-batch), within the context."""
+    image_tokens: int = 0
+    """Tokens of the images of a prompt, for a model that sees; 0 takes one of 512 x 512 pixels, or of the one size that
+    its tower reads."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Kind of device to plan for; auto takes the recipe's."""
     memory_gib: float = 0.0
@@ -162,17 +211,19 @@ class PlanConfig:
     """cluster: print the plan as JSON."""
 
     def __post_init__(self) -> None:
-        for name, least in (("length", 0), ("memory_gib", 0), ("num_devices", 1), ("tokens", 0)):
+        counts = (("length", 0), ("image_tokens", 0), ("memory_gib", 0), ("num_devices", 1), ("tokens", 0))
+        for name, least in counts:
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected {least} or more")
         self._check_cluster()
-        if self.of == "model" and (self.set or self.length or self.memory_gib or self.measure):
+        is_set = bool(self.set or self.image_tokens or self.memory_gib or self.measure)
+        if self.of == "model" and (is_set or self.length):
             raise ValueError(
-                "of = model reads num_devices only: leave out set, length, memory_gib and measure"
+                "of = model reads num_devices only: leave out set, length, image_tokens, memory_gib and measure"
             )
-        if self.of == "cards" and (self.set or self.memory_gib or self.measure or self.num_devices != 1):
+        if self.of == "cards" and (is_set or self.num_devices != 1):
             raise ValueError(
-                "of = cards reads length only: leave out set, memory_gib, measure and num_devices"
+                "of = cards reads length only: leave out set, image_tokens, memory_gib, measure and num_devices"
             )
 
     def _check_cluster(self) -> None:
@@ -188,8 +239,10 @@ class PlanConfig:
                 raise ValueError(f"{names[0]} is read with cluster only; add --cluster, or leave it out")
         elif self.of != "rl":
             raise ValueError(f"of = {self.of} with cluster: only whet rl has rollout workers; expected rl")
-        elif self.memory_gib or (self.length and not self.card) or self.device != "auto":
-            raise ValueError("cluster reads no memory_gib, device or length (but for card); leave it out")
+        elif self.memory_gib or self.image_tokens or (self.length and not self.card) or self.device != "auto":
+            raise ValueError(
+                "cluster reads no memory_gib, image_tokens, device or length (but for card); leave it out"
+            )
         elif self.num_devices < 2:
             raise ValueError(f"num_devices = {self.num_devices} with cluster: expected 2 or more to divide")
         elif self.card and self.measure:
@@ -352,11 +405,19 @@ def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) 
     """
     device = config.device if config.device != "auto" else _device_type(run.policy)
     context, budget = shape.max_positions, run.optim.token_budget
-    longest = PROMPT_TOKENS + run.sampling.max_new_tokens if isinstance(run, RLConfig) else budget
+    whole = default_image_tokens(shape)
+    seen = config.image_tokens or min(whole, run.policy.max_image_tokens or whole)
+    if config.image_tokens and shape.vision is None:
+        raise UserError(f"image_tokens = {config.image_tokens}: the model reads text alone; leave it out")
+    longest = PROMPT_TOKENS + seen + run.sampling.max_new_tokens if isinstance(run, RLConfig) else budget
     length = config.length or min(context, longest)
     least = 2 if isinstance(run, SFTConfig) else 1 + min(run.sampling.max_new_tokens, context - 1)
-    if not least <= length <= context:
-        raise UserError(f"length = {length}: expected {least} to the context's {context} tokens")
+    if not least + config.image_tokens <= length <= context:
+        raise UserError(
+            f"length = {length}: expected {least + config.image_tokens} to the context's {context} tokens"
+        )
+    seen = min(seen, length - least)
+    trains_tower = run.policy.train_vision or any(name.startswith(TOWER) for name in run.lora.targets)
     shared = Workload(
         shape=shape,
         precision=run.optim.precision,
@@ -378,10 +439,15 @@ def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) 
         token_budget=budget,
         quantize=run.policy.quantize,
         kinds=stored_kinds(run.policy.init),
-        lora=run.lora,
+        lora=with_tower(run.lora) if run.policy.train_vision else run.lora,
+        image_tokens=seen,
+        trains_tower=trains_tower,
     )
     if isinstance(run, SFTConfig):
-        return replace(shared, num_sequences=run.batch_size)
+        count = run.batch_size
+        return replace(
+            shared, num_sequences=count, num_trained=length - 1 - seen, num_images=run.num_steps * count
+        )
     algo, samples = run.algo, run.num_prompts * run.group_size
     automatic: AttentionKind = "exact" if device == "cpu" else "fast"
     has_reference, has_critic = algo.kl != "none", algo.baseline == "value"
@@ -402,7 +468,17 @@ def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) 
         has_entropy=algo.has_entropy_bonus,
         temperature=run.sampling.temperature,
         num_requests=run.num_prompts,
+        num_images=run.num_steps * run.num_prompts,
         kept_gib=run.kept_gib if run.overlap.mode == "off" and not run.off_policy.staleness else 0.0,
+    )
+
+
+def default_image_tokens(shape: ModelConfig) -> int:
+    """Return the tokens of an image of 512 x 512 pixels, or of the one size that a tower reads; 0 for a model without
+    a tower."""
+    vision = shape.vision
+    return (
+        0 if vision is None else ((vision.image_size or IMAGE_SIDE) // vision.patch_size // vision.merge) ** 2
     )
 
 
@@ -437,9 +513,10 @@ def _device_type(policy: PolicyConfig) -> str:
 
 def _headline(config: PlanConfig, work: Workload) -> str:
     sampled = f", {work.rows:,} rows decoded together" if work.rows else ""
+    seen = f", {work.image_tokens:,} of images" if work.image_tokens else ""
     return (
         f"whet {config.of} {config.recipe} on {work.device}, {work.precision}, {work.attention} attention\n"
-        f"sequences of {work.length:,} tokens{sampled}; {work.num_sequences:,} sequences per update, "
+        f"sequences of {work.length:,} tokens{seen}{sampled}; {work.num_sequences:,} sequences per update, "
         f"{work.micro_sequences:,} in a micro-batch\n"
     )
 
@@ -455,9 +532,13 @@ def _table(found: Sequence[Phase]) -> str:
         lines.append(f"{name:<18}" + "".join(cells))
     lines.append(f"{'in all':<18}" + "".join(f"{phase.total / GIB:16.3f}" for phase in found))
     fullest = max(found, key=lambda phase: phase.total)
-    return "\n".join(
-        [*lines, f"\npeak: {fullest.total / GIB:.3f} GiB ({fullest.total:,} bytes), in: {fullest.name}"]
-    )
+    lines.append(f"\npeak: {fullest.total / GIB:.3f} GiB ({fullest.total:,} bytes), in: {fullest.name}")
+    if COPIES in names:
+        needed = max(phase.total - phase.parts.get(COPIES, 0) for phase in found) / GIB
+        lines.append(
+            f"{COPIES} are made of as much as half of the free memory holds; without them {needed:.3f} GiB"
+        )
+    return "\n".join(lines)
 
 
 def _advice(work: Workload, memory_gib: float) -> str:

@@ -66,6 +66,7 @@ def check_room(config: TrainConfig) -> list[str]:
         rows=min(work.rows, 1),
         token_budget=2,
         kept_gib=0.0,
+        image_tokens=0,
     )
     least = replace(least, num_prompts=min(work.num_prompts, 1), num_requests=min(work.num_requests, 1))
     if (need := peak(least)) > free:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -320,6 +320,13 @@ def sides_of(model: LanguageModel) -> Iterator[tuple[Target, Beside]]:
     for target in targets_of(model):
         if target.side is not None:
             yield target, target.side
+
+
+def with_tower(config: LoRAConfig) -> LoRAConfig:
+    """Return a config that gives a tower adapters, too, unless it names matrices of one already."""
+    if not config.rank or any(text.startswith(TOWER) for text in config.targets):
+        return config
+    return replace(config, targets=(*config.targets, f"{TOWER}*"))
 
 
 def choose(model: LanguageModel, config: LoRAConfig) -> list[Target]:

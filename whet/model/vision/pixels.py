@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -51,8 +51,23 @@ class Preprocessing:
     """Subtracted from each channel."""
     std: tuple[float, ...] = HALF
     """Each channel is divided by it."""
+    max_tokens: int = 0
+    """Placeholder tokens that a picture was limited to (`limited`); 0 where the model's own limits hold."""
     stored: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The file that it was read from, as it is written again."""
+
+    def limited(self, max_tokens: int) -> Preprocessing:
+        """Return one that makes pictures smaller where they have more placeholder tokens than that.
+
+        Raises:
+            UserError: If the tower reads one size alone.
+        """
+        if self.fit != "any":
+            raise UserError(
+                f"policy.max_image_tokens = {max_tokens}: this model reads images of one size; leave it out"
+            )
+        most = min(self.max_pixels, max_tokens * (self.vision.patch_size * self.vision.merge) ** 2)
+        return replace(self, max_pixels=most, min_pixels=min(self.min_pixels, most), max_tokens=max_tokens)
 
     def grid(self, height: int, width: int) -> Grid:
         """Return the layout of a picture's placeholder tokens.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import http.client
 import io
@@ -19,10 +20,10 @@ import time
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -30,8 +31,10 @@ import numpy as np
 from whet.config import cache_folder
 from whet.install import install_command
 from whet.model.vision.ids import digest_of
-from whet.model.vision.store import Picture
 from whet.types import UserError
+
+if TYPE_CHECKING:
+    from whet.model.vision.store import Picture
 
 MAX_BYTES = 32 * 2**20
 """Largest file."""
@@ -85,10 +88,12 @@ def read_picture(
     Raises:
         UserError: If it cannot be read.
     """
+    from whet.model.vision.store import Picture  # with torch, which tasks alone do not need
+
     name = shown(source)
     if is_data_uri(source):
-        data = _decoded(source, name)
-        load: Callable[[], bytes] = partial(_decoded, source, name)
+        data = decoded(source)
+        load: Callable[[], bytes] = partial(decoded, source)
     else:
         path = locate(source, root=root, paths=paths, urls=urls)
         data = file_bytes(path, name)
@@ -135,27 +140,78 @@ def locate(source: str, *, root: str | Path | None = None, paths: bool = True, u
                 f"image {name} is outside of {str(root)!r}; move it there, or name a folder that holds all images with "
                 "--task.image-root"
             )
+    except UserError:
+        raise
     except (OSError, RuntimeError, ValueError) as error:  # loops of links, names that are too long
         raise UserError(f"image {name}: not a path that can be followed ({error}); check it") from None
     return found
 
 
-def file_bytes(path: Path, name: str) -> bytes:
-    """Return the content of a regular file within the limits; a pipe or a device is never waited for.
-
-    Raises:
-        UserError: If there is no such file, or it is not permitted.
-    """
+@contextlib.contextmanager
+def _file(path: Path, name: str) -> Iterator[BinaryIO]:
+    """Open a regular file of a permitted size; a pipe or a device is never waited for."""
     try:
         number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         with open(number, "rb") as file:
             about = os.fstat(number)
             if not stat.S_ISREG(about.st_mode):
                 raise UserError(f"image {name}: {_kind(about.st_mode)}, not a file; give an image file")
-            data = file.read(MAX_BYTES + 1)
+            if about.st_size > MAX_BYTES:
+                raise UserError(f"image {name}: larger than {MAX_BYTES >> 20} MiB; make it smaller")
+            yield file
     except OSError as error:
         raise UserError(f"image {name}: cannot be read ({error.strerror or error}); check the path") from None
-    return _checked(data, name)
+
+
+def file_bytes(path: Path, name: str) -> bytes:
+    """Return the content of a file within the limits.
+
+    Raises:
+        UserError: If there is no such file, or it is not permitted.
+    """
+    with _file(path, name) as file:
+        return _checked(file.read(MAX_BYTES + 1), name)
+
+
+def check_file(path: Path, name: str) -> tuple[int, int]:
+    """Return the height and width of an image file as it is shown, from its first and last bytes where they will do.
+
+    Raises:
+        UserError: If there is no such file, it is not an image, cut off, or too large.
+    """
+    with _file(path, name) as file:
+        _checked(file.read(1), name)
+        file.seek(0)
+        size = size_of(file, name)
+        _check_whole(file, name)
+        return size
+
+
+def check_bytes(data: bytes, name: str) -> tuple[int, int]:
+    """Return the height and width of an image that is given as the bytes of its file, as `check_file` does."""
+    size = size_of(_checked(data, name), name)
+    _check_whole(io.BytesIO(data), name)
+    return size
+
+
+def _check_whole(file: BinaryIO, name: str) -> None:
+    """Refuse a file that ends too early, long before a run needs its pixels.
+
+    A file that ends as its format does is taken for whole; the pixels of any other are decoded.
+    """
+    file.seek(0)
+    start = file.read(12)
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 64))
+    tail = file.read()
+    ends = {b"\x89PNG": b"IEND", b"\xff\xd8\xff": b"\xff\xd9", b"GIF8": b";"}
+    mark = next((mark for magic, mark in ends.items() if start.startswith(magic)), b"")
+    is_whole = bool(mark) and mark in tail
+    if start[:4] == b"RIFF":
+        is_whole = int.from_bytes(start[4:8], "little") + 8 <= size
+    if not is_whole:
+        file.seek(0)
+        pixels_of(file.read(MAX_BYTES + 1), name)
 
 
 def _kind(mode: int) -> str:
@@ -163,7 +219,13 @@ def _kind(mode: int) -> str:
     return next((word for test, word in kinds if test(mode)), "a device")
 
 
-def _decoded(source: str, name: str) -> bytes:
+def decoded(source: str) -> bytes:
+    """Return the content of a data URI within the limits.
+
+    Raises:
+        UserError: If it is malformed, or too large.
+    """
+    name = shown(source)
     head = _DATA_URI.match(source[:1000])
     if head is None:
         raise UserError(f"image {name}: expected a data URI such as data:image/png;base64,iVBORw0KGgo...")
@@ -187,7 +249,7 @@ def _checked(data: bytes, name: str) -> bytes:
 # --- pixels ---------------------------------------------------------------------------------------------------------
 
 
-def size_of(data: bytes, name: str) -> tuple[int, int]:
+def size_of(data: bytes | BinaryIO, name: str) -> tuple[int, int]:
     """Return the height and width of an image file as it is shown, without decoding its pixels.
 
     Raises:
@@ -205,7 +267,7 @@ def pixels_of(data: bytes, name: str) -> np.ndarray:
     return _opened(data, name, _decode)
 
 
-def _opened(data: bytes, name: str, use: Callable[[Any], Any]) -> Any:
+def _opened(data: bytes | BinaryIO, name: str, use: Callable[[Any], Any]) -> Any:
     """Open a file's bytes with Pillow, check its size, and use it; whatever Pillow raises becomes one line."""
     try:
         from PIL import Image, UnidentifiedImageError
@@ -214,7 +276,8 @@ def _opened(data: bytes, name: str, use: Callable[[Any], Any]) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of bombs, which are checked here, and of odd metadata
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            file = io.BytesIO(data) if isinstance(data, bytes) else data
+            with Image.open(file, formats=FORMATS) as image:
                 width, height = image.size
                 if not min(width, height) > 0:
                     raise UserError(f"image {name}: {width} x {height} pixels, so it has none; leave it out")
@@ -224,12 +287,13 @@ def _opened(data: bytes, name: str, use: Callable[[Any], Any]) -> Any:
     except UserError:
         raise
     except UnidentifiedImageError:
-        if data.startswith(_MAGIC):
+        start = data[:200] if isinstance(data, bytes) else _start(data)
+        if start.startswith(_MAGIC):
             raise UserError(
                 f"image {name}: its header is broken, or it has no pixels; replace it or leave it out"
             ) from None
         raise UserError(
-            f"image {name}: not an image ({_looks_like(data)}); expected one of {', '.join(FORMATS)}"
+            f"image {name}: not an image ({_looks_like(start)}); expected one of {', '.join(FORMATS)}"
         ) from None
     except Image.DecompressionBombError:
         raise _too_large(name, "far too many pixels") from None
@@ -238,6 +302,11 @@ def _opened(data: bytes, name: str, use: Callable[[Any], Any]) -> Any:
     except Exception as error:  # decoders of untrusted files raise errors of many kinds
         text = " ".join(str(error).split())[:120] or type(error).__name__
         raise UserError(f"image {name}: broken ({text}); replace it or leave it out") from None
+
+
+def _start(file: BinaryIO) -> bytes:
+    file.seek(0)
+    return file.read(200)
 
 
 def _too_large(name: str, got: str) -> UserError:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+from whet.model.vision.reading import Urls
 from whet.schema import AnswerType
-from whet.tasks.read import BadRow, Row, check_split, read_file, select_files, split_of
+from whet.tasks.columns import NONE, image_column, images_of
+from whet.tasks.images import ImageReader
+from whet.tasks.read import BadRow, Row, check_split, first_row, read_file, select_files, split_of
 from whet.types import Problem, UserError, problem_uid
 
 Item = TypeVar("Item")
@@ -191,6 +194,9 @@ class FromRows:
         *,
         answer_type: AnswerType = "number",
         max_bad_rows: int = 0,
+        images: str = NONE,
+        image_root: str = "",
+        image_urls: Urls = "none",
     ) -> None:
         """Set the location of the data; rows are read when a split is requested.
 
@@ -201,6 +207,9 @@ class FromRows:
             judge: Judges an answer.
             answer_type: What an answer is.
             max_bad_rows: Bad rows per file that are tolerated.
+            images: Column of the images that a question is about; '' is recognised, 'none' reads none.
+            image_root: Folder of images that are named by paths; '' for the folder of the data.
+            image_urls: Which URLs of images are fetched.
 
         Raises:
             UserError: If the path does not exist.
@@ -210,6 +219,8 @@ class FromRows:
         self.name, self.answer_type = name, answer_type
         self._path, self._make, self._judge = Path(path), make, judge
         self._max_bad_rows = max_bad_rows
+        self._images, self._image_root = images, image_root
+        self._image_urls: Urls = image_urls
         self._files: dict[Path, list[Problem]] = {}
         self.bad_rows: list[BadRow] = []
         self.num_duplicates = 0
@@ -224,20 +235,17 @@ class FromRows:
 
     def _file(self, path: Path) -> list[Problem]:
         if path not in self._files:
-            drafts: dict[int, Draft] = {}
+            column = image_column(first_row(path), path.name, self._images)
+            reader = ImageReader(Path(self._image_root or path.parent), self._image_urls)
 
-            def check(row: Row) -> str | None:
+            def check(row: Row) -> Draft | str:
                 draft = self._make(row)
-                if isinstance(draft, Draft):
-                    drafts[id(row)] = draft
-                    return None
-                return draft
+                return _with_images(draft, row, column, reader) if isinstance(draft, Draft) else draft
 
-            rows, bad = read_file(path, required=(), max_bad_rows=self._max_bad_rows, check=check)
+            drafts, bad = read_file(path, required=(), max_bad_rows=self._max_bad_rows, check=check)
             self.bad_rows += bad
             problems: dict[str, Problem] = {}
-            for number, row in rows:
-                draft = drafts[id(row)]
+            for number, draft in drafts:
                 uid = draft.uid(self.name)
                 if uid in problems and problems[uid].answer != draft.answer:
                     uid = problem_uid(self.name, f"{draft.prompt}\x00{draft.answer}", (draft.shows,))
@@ -245,3 +253,17 @@ class FromRows:
                 problems.setdefault(uid, draft.problem(self.name, uid, file=path.name, line=str(number)))
             self._files[path] = list(problems.values())
         return self._files[path]
+
+
+def _with_images(draft: Draft, row: Row, column: str, reader: ImageReader) -> Draft | str:
+    """Give a draft the images of its row, by which it is another problem than that of the same words."""
+    try:
+        found = images_of(row, column, reader)
+        prompt, sources = found.of_text(draft.prompt)
+        sources += found.rest()
+    except UserError as error:
+        return str(error)
+    if not sources:
+        return draft
+    shows = "\x00".join(found.names)
+    return replace(draft, prompt=prompt, images=sources, shows=shows, key=f"{draft.key}\x00image\x00{shows}")
