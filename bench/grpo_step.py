@@ -65,7 +65,7 @@ CASES = (
 
 def reward(text: str) -> float:
     """Score a completion by its words, in eight levels."""
-    return sum(map(int, text.split()[:16])) % 8 / 8
+    return sum(int(word) for word in text.split()[:16] if word.isdigit()) % 8 / 8
 
 
 class WordTask:
@@ -73,8 +73,8 @@ class WordTask:
 
     name = "words"
 
-    def __init__(self, texts: list[str]) -> None:
-        self._problems = [
+    def __init__(self, texts: list[str], problems: list[Problem] | None = None) -> None:
+        self._problems = problems or [
             Problem(uid=f"{n}", task=self.name, prompt=text, answer="none") for n, text in enumerate(texts)
         ]
 
@@ -97,6 +97,7 @@ class WhetSide:
         texts: list[str],
         precision: Precision,
         lora: LoRAConfig | None = None,
+        problems: list[Problem] | None = None,
         **optim_fields: Any,
     ) -> None:
         max_rows = case.num_prompts * case.group_size
@@ -114,7 +115,7 @@ class WhetSide:
         prepare_model(self.policy.model, optim)
         algo = AlgoConfig(uninformative="keep")
         self.algo, self.weights = algo, {"words": 1.0}
-        task = WordTask(texts)
+        task = WordTask(texts, problems)
         self.source = RolloutSource(
             self.policy,
             task,
@@ -167,6 +168,9 @@ def trl_trainer(
     parts: int = 1,
     recomputes: bool = False,
     peft_config: Any = None,
+    peer: tuple[Any, Any] | None = None,
+    prompts: dict[str, list[Any]] | None = None,
+    **more: Any,
 ) -> Any:
     """Build TRL's trainer; `after` runs between its steps.
 
@@ -180,6 +184,9 @@ def trl_trainer(
         parts: Micro-batches of a step.
         recomputes: Whether the backward pass recomputes layers.
         peft_config: Adapters to train in place of the weights.
+        peer: Model and tokenizer, or processor; those of the folder without.
+        prompts: Columns of prompts as TRL reads them, in place of the texts.
+        more: Further fields of GRPOConfig.
     """
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
@@ -197,13 +204,12 @@ def trl_trainer(
             self.seconds.append(time.perf_counter() - self.began)
             after()
 
-    model, tokenizer = sides.load_peer(
-        home, dtype=torch.bfloat16 if kind == "bfloat16 model" else torch.float32
-    )
+    dtype = torch.bfloat16 if kind == "bfloat16 model" else torch.float32
+    model, tokenizer = peer or sides.load_peer(home, dtype=dtype)
     rows = case.num_prompts * case.group_size
 
-    def scores(completions: list[str], **_: Any) -> list[float]:
-        return [reward(text) for text in completions]
+    def scores(completions: list[Any], **_: Any) -> list[float]:
+        return [reward(text if isinstance(text, str) else text[0]["content"]) for text in completions]
 
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
@@ -224,6 +230,7 @@ def trl_trainer(
         temperature=1.0,
         beta=0.0,
         shuffle_dataset=False,
+        **more,
     )
     clock = Clock()
     clock.seconds = []
@@ -231,7 +238,7 @@ def trl_trainer(
         model=model,
         reward_funcs=scores,
         args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": [f"{text} 0" for text in texts]}),
+        train_dataset=Dataset.from_dict(prompts or {"prompt": [f"{text} 0" for text in texts]}),
         processing_class=tokenizer,
         callbacks=[clock],
         peft_config=peft_config,

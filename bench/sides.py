@@ -123,7 +123,9 @@ def load_whet(
     is_sharded = parallel is not None and parallel.kind == "fsdp"
     shard = partial(shard_layers, config=parallel, device=cpu) if is_sharded else None
     model, _ = load_model(home, dtype=dtype, device=cpu, shard=shard)
-    tokenizer = Tokenizer.load(str(home)).with_template(PLAIN_TEMPLATE)
+    tokenizer = Tokenizer.load(str(home))
+    if model.images is None:
+        tokenizer = tokenizer.with_template(PLAIN_TEMPLATE)
     policy = Policy(model, tokenizer, ResponseSchema(), system_prompt=False, max_rows=max_rows)
     policy.stop_strings, policy.stop_ids = (), ()
     if lora is not None:

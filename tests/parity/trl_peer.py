@@ -149,8 +149,8 @@ def loss_and_gradients(
     total = 0.0
     for start in range(0, rows, rows // num_micro):
         part = {
-            name: tensor if tensor.dim() == 0 else tensor[start : start + rows // num_micro]
-            for name, tensor in inputs.items()
+            name: whole if num_micro == 1 or whole.dim() == 0 else whole[start : start + rows // num_micro]
+            for name, whole in inputs.items()
         }
         loss = trainer._compute_loss(trainer.model, part)
         loss.backward()

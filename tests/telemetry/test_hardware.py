@@ -292,7 +292,7 @@ def test_no_driver_no_gpu_no_claim(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert window["devices"] == []
     assert window["absent"]["nvidia"] == f"nvidia-ml-py is not installed: {install_command('hardware')}"
     assert "no AMD GPU" in window["absent"]["no amd"]
-    assert install_command("hardware") in window["absent"]["amd"]
+    assert install_command("amd") in window["absent"]["amd"]
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([]))
     with pytest.raises(LookupError, match="no NVIDIA GPU"):
         nvidia_devices()

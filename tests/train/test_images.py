@@ -91,6 +91,27 @@ def test_sampler_and_trainer_agree_bitwise(folder, kind, params):
             assert logprobs.tolist() == list(sequence.sampler_logprobs), budget
 
 
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 1}], ids=str)
+def test_the_placeholder_of_images_is_never_drawn(folder, params):
+    """Even where it is the likeliest; what is drawn has its share of the whole vocabulary, as in transformers."""
+    policy = load(folder)
+    place = policy.model.config.vision.token_id
+    with torch.no_grad():  # now the placeholder's logit is as large as any other token's, or larger
+        policy.model.head_weight[place] = 3 * policy.model.head_weight.abs().amax(0)
+        policy.model.head_weight[place + 1 :] *= 0.1
+    sequences = sampled(policy, [ONE, MANY, NONE], 8, **params)
+    with torch.no_grad():
+        (micro,) = pack(sequences, token_budget=4096).micro_batches
+        hidden_MD = policy.hidden(micro)
+        shares = (hidden_MD @ policy.model.head_weight.T).log_softmax(-1)
+    assert shares[:, place].exp().max() > 0.1
+    assert all(place not in sequence.completion_ids for sequence in sequences)
+    if params.get("temperature") == 0.0 or not params:
+        told = torch.cat([torch.tensor(s.sampler_logprobs) for s in sequences]).sort().values
+        expected = shares.gather(1, micro.targets_M[:, None]).squeeze(1).sort().values
+        torch.testing.assert_close(told, expected, atol=1e-5, rtol=0)
+
+
 def test_images_matter(folder):
     """Prompts of the same words with another image are other prompts, and get other answers."""
     policy = load(folder)

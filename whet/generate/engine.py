@@ -446,11 +446,14 @@ class Engine:
         """Draw one token for each row and note it; ended rows write into the spare column and do not move on."""
         jobs = state.jobs[rows]
         params = jobs[0].params
-        if are_plain(jobs) and dispatch.runs_cpp(logits_BV):
+        undrawn = self.model.undrawn_id
+        if undrawn is None and are_plain(jobs) and dispatch.runs_cpp(logits_BV):
             where, valid = row_state(state, rows.start, self._stop_ids), self.model.num_valid_tokens
             cpu_head.draw(logits_BV, where, num_valid=valid, temperature=params.temperature)
             return
-        tokens, logprobs = state.draw(rows, logits_BV, has_noise=not dispatch.runs_cpp(logits_BV))
+        tokens, logprobs = state.draw(
+            rows, logits_BV, has_noise=not dispatch.runs_cpp(logits_BV), undrawn=undrawn
+        )
         if any(job.num_top is not None for job in jobs):
             note(logits_BV, tokens, jobs)
         state.take(rows, tokens, logprobs, self._stop_ids)

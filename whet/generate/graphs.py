@@ -234,7 +234,9 @@ class StaticSteps:
         temperature = params.temperature or 1.0
         valid = self._model.num_valid_tokens
         logits = head_logits(hidden, self._model.head_weight, temperature=temperature, num_valid=valid)
-        tokens, logprobs = sample_tokens(logits, state.seeds[rows], state.counts[rows], params)
+        tokens, logprobs = sample_tokens(
+            logits, state.seeds[rows], state.counts[rows], params, undrawn=self._model.undrawn_id
+        )
         state.take(rows, tokens, logprobs.float(), self._stop_ids)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from whet.algo.kept import encode_kept
 from whet.algo.logprobs import select_logprobs
-from whet.generate.sampling import SamplingParams, counter_uniforms, filter_logits, sample_tokens
+from whet.generate.sampling import SamplingParams, counter_uniforms, filter_logits, sample_tokens, without
 from whet.types import FinishReason
 
 CHARACTER_TOKENS = 4
@@ -227,7 +227,7 @@ class Rows:
         self.noise[rows, :longest] = counter_uniforms(self.seeds[rows, None], index)
 
     def draw(
-        self, rows: slice, logits_BV: torch.Tensor, *, has_noise: bool
+        self, rows: slice, logits_BV: torch.Tensor, *, has_noise: bool, undrawn: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample a token for each row, with its job's settings.
 
@@ -235,6 +235,7 @@ class Rows:
             rows: The rows.
             logits_BV: Their logits at temperature 1.
             has_noise: Whether `draw_noise` was called for them.
+            undrawn: An id that is never drawn; None for none.
 
         Returns:
             Ids [B] and log-probabilities [B], float32.
@@ -247,14 +248,16 @@ class Rows:
             scale = 1.0 if params.temperature in (0.0, 1.0) else params.temperature  # greedy is scored at 1
             if members is None:  # all rows have the same settings: no gather and scatter
                 logits = logits_BV if scale == 1.0 else logits_BV / scale
-                kept = _filtered(logits, params, jobs)
-                drawn, scores = sample_tokens(logits, seeds, counts, params, noise, kept)
+                kept = _filtered(logits, params, jobs, undrawn)
+                drawn, scores = sample_tokens(logits, seeds, counts, params, noise, kept, undrawn)
                 return drawn, scores.float()
             index = torch.tensor(members, device=logits_BV.device)
             own = None if noise is None else noise[index]
             logits = logits_BV[index] / scale
-            kept = _filtered(logits, params, [jobs[member] for member in members])
-            tokens[index], scores = sample_tokens(logits, seeds[index], counts[index], params, own, kept)
+            kept = _filtered(logits, params, [jobs[member] for member in members], undrawn)
+            tokens[index], scores = sample_tokens(
+                logits, seeds[index], counts[index], params, own, kept, undrawn
+            )
             logprobs[index] = scores.float()
         return tokens, logprobs
 
@@ -306,11 +309,13 @@ def by_params(jobs: Sequence[Job]) -> Iterable[tuple[SamplingParams, list[int] |
     return groups.items()
 
 
-def _filtered(logits_BV: torch.Tensor, params: SamplingParams, jobs: Sequence[Job]) -> torch.Tensor | None:
+def _filtered(
+    logits_BV: torch.Tensor, params: SamplingParams, jobs: Sequence[Job], undrawn: int | None
+) -> torch.Tensor | None:
     """Filter logits and append what is left to the jobs that record it; None if no job does."""
     if all(job.kept is None for job in jobs):
         return None
-    kept_BV = filter_logits(logits_BV, params)
+    kept_BV = filter_logits(without(logits_BV, undrawn), params)
     for job, kept in zip(jobs, encode_kept(kept_BV > float("-inf")), strict=True):
         if job.kept is not None:
             job.kept.append(kept)

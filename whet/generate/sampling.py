@@ -168,6 +168,15 @@ def _search(weights_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(cumulative, wanted[:, None], right=True).squeeze(1)
 
 
+def without(logits_BV: torch.Tensor, undrawn: int | None) -> torch.Tensor:
+    """Return the logits with -inf for an id that is never drawn; the argument where there is none."""
+    if undrawn is None:
+        return logits_BV
+    left_BV = logits_BV.clone()
+    left_BV[:, undrawn] = float("-inf")
+    return left_BV
+
+
 def sample_tokens(
     logits_BV: torch.Tensor,
     seeds_B: torch.Tensor,
@@ -175,8 +184,12 @@ def sample_tokens(
     params: SamplingParams,
     uniforms_B: torch.Tensor | None = None,
     kept_BV: torch.Tensor | None = None,
+    undrawn: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample the next token of each sequence and score it under the sampled distribution.
+
+    An id that is never drawn keeps its share of the scores where no filter is on, as in transformers, and gets a tiny
+    one: a model has never seen it where it writes.
 
     Args:
         logits_BV: Float32 logits divided by the temperature (by 1 for greedy).
@@ -185,18 +198,23 @@ def sample_tokens(
         params: Temperature and filters.
         uniforms_B: The `counter_uniforms` of seeds and index, if known.
         kept_BV: The `filter_logits` of the logits, if known.
+        undrawn: An id that is never drawn; None for none.
 
     Returns:
         Ids [B] and log-probabilities [B] (float32; renormalised over the kept set if filters are on; at temperature 1
         if greedy).
     """
+    drawable_BV = without(logits_BV, undrawn)
     if params.temperature == 0:
-        tokens = logits_BV.argmax(-1)
+        tokens = drawable_BV.argmax(-1)
         return tokens, select_logprobs(logits_BV, tokens)[0]
-    if kept_BV is None:
-        kept_BV = filter_logits(logits_BV, params)
     if uniforms_B is None:
         uniforms_B = counter_uniforms(seeds_B, index_B)
+    if undrawn is not None and not params.is_filtered:
+        tokens = draw_tokens(drawable_BV, uniforms_B)
+        return tokens, select_logprobs(logits_BV, tokens)[0]
+    if kept_BV is None:
+        kept_BV = filter_logits(drawable_BV, params)
     # Sampling and scoring share the same exponentials.
     weights, _, normaliser = exp_logits(kept_BV)
     tokens = draw_tokens(kept_BV, uniforms_B, weights)

@@ -294,6 +294,11 @@ class LanguageModel(nn.Module):
         self.merged_adapters: tuple[str, ...] = ()
         self.images: ImageStore | None = None
 
+    @property
+    def undrawn_id(self) -> int | None:
+        """An image's placeholder, which is never sampled: no image would belong to it. None without images."""
+        return None if self.config.vision is None else self.config.vision.token_id
+
     def forward(
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, context: AttentionContext
     ) -> torch.Tensor:

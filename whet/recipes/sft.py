@@ -39,10 +39,10 @@ def demo_vision() -> SFTConfig:
         out="runs/demo-vision-seen",
         policy=PolicyConfig(init="runs/demo-vision-base", train_vision=True, max_rows=512),
         task=TaskConfig(name="matrices", level=1),
-        num_steps=300,
+        num_steps=500,
         empty_thinking_share=0.0,
         validate_every=100,
-        save_every=300,
+        save_every=500,
     )
 
 
