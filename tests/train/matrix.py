@@ -61,7 +61,7 @@ SINGLE = (
         "k3_mask",
         "ppo gae, kl in reward",
     ),
-    *("filters: everything", "filters: ppo gae, kl in reward"),
+    *("filters: everything", "filters: ppo gae, kl in reward", "images: grpo"),
 )
 """Cases that the tests compute in float32, too: formulas are seen in float64, and these take each kind of kernel."""
 COLUMNS = ("micro-batches", "packing", "order", "ranks", "metrics")
@@ -91,9 +91,14 @@ class Recorder(Optimizer):
         return super().step(lr, loss=loss)
 
 
+def groups_of(case: Case) -> tuple[Group, ...]:
+    """The groups that a case starts from."""
+    return make_groups(case.is_filtered, case.has_images)
+
+
 def build(case: Case, dtype: torch.dtype, token_budget: int) -> tuple[Policy, Objective, list]:
     """Return policy and objective before the step, nudged, and the list that gradients go to."""
-    policy, seen = make_policy(dtype), []
+    policy, seen = make_policy(dtype, has_images=case.has_images), []
     optim = replace(OPTIM, token_budget=token_budget)
     objective = Objective(
         policy,
@@ -175,15 +180,16 @@ def run(
 
 def run_definition(case: Case, dtype: torch.dtype) -> tuple[Outcome, list[list[int]]]:
     """Do the step from its definition on padded rows; return the lengths that every update read, too."""
-    policy, frozen, critic = make_policy(dtype), make_policy(dtype), torch.nn.Module()
-    critic.trunk = make_policy(dtype).model
+    policy, frozen, trunk = (make_policy(dtype, has_images=case.has_images) for _ in range(3))
+    critic = torch.nn.Module()
+    critic.trunk = trunk.model
     critic.head = torch.nn.Parameter(torch.zeros(policy.model.config.hidden_size, dtype=dtype))
     nudge(policy.model, 7)
     nudge(critic, 8)
     has_critic = case.algo.baseline == "value"
     stage = definition.Stage(
         config=policy.model.config,
-        policy=dict(policy.model.named_parameters()),
+        policy={name: p for name, p in policy.model.named_parameters() if p.requires_grad},
         frozen=dict(frozen.model.named_parameters()),
         critic=dict(critic.named_parameters()),
         algo=case.algo,
@@ -194,7 +200,7 @@ def run_definition(case: Case, dtype: torch.dtype) -> tuple[Outcome, list[list[i
         max_length=MAX_LENGTH,
         reward_weights=REWARD_WEIGHTS,
     )
-    metrics = definition.update(make_groups(case.is_filtered), stage, LR, case.value.lr, SEED)
+    metrics = definition.update(groups_of(case), stage, LR, case.value.lr, SEED)
     metrics["num_tokens_read"] = float(sum(map(sum, stage.lengths)))
     tensors = named_tensors(stage.gradients, policy.model, critic if has_critic else None)
     return Outcome(metrics=metrics, tensors=tensors), stage.lengths
@@ -231,7 +237,7 @@ def difference(got: Outcome, expected: Outcome, metric_names: Sequence[str]) -> 
 
 def cells(name: str, dtype: torch.dtype) -> dict[str, tuple[float, str]]:
     """Compute a row of the matrix on one rank: in each column the largest relative difference and where it is."""
-    case, groups = CASES[name], make_groups(CASES[name].is_filtered)
+    case, groups = CASES[name], groups_of(CASES[name])
     defined, lengths = run_definition(case, dtype)
     whole = run(case, groups, dtype, max(map(sum, lengths)), num_micro=1)
     budgets = {cut: budget_for(whole.packed[0], cut) for cut in CUTS[dtype] if cut > 1}
@@ -253,7 +259,7 @@ def cells(name: str, dtype: torch.dtype) -> dict[str, tuple[float, str]]:
 
 def rank_cells(name: str, dtype: torch.dtype, ranks: Sequence[Outcome]) -> tuple[tuple, tuple]:
     """Compare what each of two ranks had after its step with one rank: tensors and loss, then metrics."""
-    groups = make_groups(CASES[name].is_filtered)
+    groups = groups_of(CASES[name])
     whole = run(CASES[name], groups, dtype, 10**6)
     pairs = [difference(outcome, whole, list(whole.metrics)) for outcome in ranks]
     return max(tensors for tensors, _ in pairs), max(metrics for _, metrics in pairs)
@@ -268,7 +274,7 @@ def run_rank(folder: Path, rank: int, names: Sequence[str], single: Sequence[str
         for shift, dtype in enumerate(TOLERANCE):
             if dtype == torch.float32 and name not in single:
                 continue
-            mine = shares(make_groups(CASES[name].is_filtered), rank, (place + shift) % 3)
+            mine = shares(groups_of(CASES[name]), rank, (place + shift) % 3)
             outcome = run(CASES[name], mine, dtype, 60)
             results[f"{dtype}/{name}"] = {"metrics": outcome.metrics, "tensors": outcome.tensors}
     torch.save(results, folder / f"rank{rank}.pt")

@@ -13,6 +13,8 @@ from whet.model.config import ModelConfig
 from whet.types import Sample
 
 Weights = dict[str, Parameter]
+SEEN: dict[int, torch.Tensor] = {}
+"""What stands in the place of an image's ids: rows of width D."""
 
 
 def padded_hidden(
@@ -21,7 +23,11 @@ def padded_hidden(
     """An independent forward: right-padded rows [B, T], a dense mask, complex rotations; hidden states [B, T, D]."""
     dtype = weights[prefix + "model.norm.weight"].dtype
     longest = max(len(row) for row in rows)
-    tokens_BT = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+    places = [
+        (n, t, SEEN[token]) for n, row in enumerate(rows) for t, token in enumerate(row) if token in SEEN
+    ]
+    read = [[0 if token in SEEN else token for token in row] for row in rows]
+    tokens_BT = torch.tensor([[*row, *[0] * (longest - len(row))] for row in read])
     heads, kv_heads, channels = config.num_heads, config.num_kv_heads, config.head_dim
     exponents = torch.arange(0, channels, 2, dtype=dtype) / channels
     angles = torch.arange(longest, dtype=dtype)[:, None] / config.rope_theta**exponents
@@ -40,6 +46,9 @@ def padded_hidden(
         return torch.cat((turned.real, turned.imag), -1)
 
     x = weights[prefix + "model.embed_tokens.weight"][tokens_BT]
+    if places:
+        first, second, seen = zip(*places, strict=True)
+        x = x.index_put((torch.tensor(first), torch.tensor(second)), torch.stack(seen).to(dtype))
     for layer in range(config.num_layers):
         name = f"model.layers.{layer}."
         y = norm(x, name + "input_layernorm.weight")

@@ -9,14 +9,17 @@ from functools import cache
 from unittest.mock import patch
 
 import torch
-from padded import score_rows
+from padded import SEEN, score_rows
 
 from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig
 from whet.algo.corrections import Correction
 from whet.algo.kept import encode_kept
 from whet.generate.policy import Policy
 from whet.model.config import ModelConfig
+from whet.model.families import from_hf
 from whet.model.text.tokenizer import Tokenizer
+from whet.model.vision.ids import key_of
+from whet.model.vision.store import Picture
 from whet.model.weights import build_model
 from whet.recipes.rl import ALGORITHMS
 from whet.schema import ResponseSchema
@@ -38,6 +41,7 @@ class Case:
     off_policy: OffPolicyConfig = OffPolicyConfig()
     value: ValueConfig = ValueConfig(lr=LR)
     is_filtered: bool = False
+    has_images: bool = False
 
 
 def _corrected(correction: Correction, low: float | None, high: float | None, **algo: object) -> Case:
@@ -97,6 +101,8 @@ def _cases() -> dict[str, Case]:
     )
     for name in ("grpo", "everything", "decoupled", "k3_mask", "kl k3_loss", "ppo gae, kl in reward"):
         cases[f"filters: {name}"] = replace(cases[name], is_filtered=True)
+    for name in ("grpo", "everything"):
+        cases[f"images: {name}"] = replace(cases[name], has_images=True)
     return cases
 
 
@@ -111,9 +117,40 @@ def islands_as(dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-def make_policy(dtype: torch.dtype = torch.float64) -> Policy:
-    """A two-layer model with clearly non-uniform outputs."""
-    tokenizer = Tokenizer.characters("0123456789+=,", ResponseSchema().tags)
+def seeing(shape: ModelConfig, token: int) -> ModelConfig:
+    """Give the decoder the eyes of a LLaVA: a tower of CLIP's shape, 4 tokens an image."""
+    text = {"model_type": "llama", "vocab_size": shape.vocab_size, "hidden_size": 16, "intermediate_size": 24}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    tower = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "patch_size": 4}
+    tower |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "projection_dim": 8}
+    told = {
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "image_token_index": token,
+    }
+    text |= {"max_position_embeddings": 64, "rms_norm_eps": shape.norm_eps, "rope_theta": shape.rope_theta}
+    return from_hf(told | {"text_config": text, "vision_config": tower, "tie_word_embeddings": True})
+
+
+def images_of(policy: Policy) -> list[tuple[int, ...]]:
+    """Ids of two images, which the definition reads by what the model's tower makes of them."""
+    store = policy.model.images
+    assert store is not None
+    pixels = torch.randint(
+        0, 256, (2, 8, 8, 3), generator=torch.Generator().manual_seed(3), dtype=torch.uint8
+    ).numpy()
+    found = [store.add(Picture.of(picture.tobytes(), picture)) for picture in pixels]
+    with torch.no_grad():
+        for ids in found:
+            features = store.features(key_of(ids[0]), policy.model.visual)
+            SEEN.update(zip(ids, features.tokens_ID, strict=True))
+    return found
+
+
+def make_policy(dtype: torch.dtype = torch.float64, *, has_images: bool = False) -> Policy:
+    """A two-layer model with clearly non-uniform outputs; one that sees has its tower frozen."""
+    marks = [*ResponseSchema().tags, *(["<image>"] if has_images else [])]
+    tokenizer = Tokenizer.characters("0123456789+=,", marks)
     shape = ModelConfig(
         vocab_size=tokenizer.vocab_size,
         hidden_size=16,
@@ -123,29 +160,38 @@ def make_policy(dtype: torch.dtype = torch.float64) -> Policy:
         head_dim=4,
         max_positions=64,
     )
+    if has_images:
+        shape = seeing(shape, tokenizer.encode("<image>")[0])
     model = build_model(shape).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return Policy(model.to(dtype), tokenizer, ResponseSchema())
+    policy = Policy(model.to(dtype), tokenizer, ResponseSchema())
+    if has_images:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith("visual."))
+        images_of(policy)
+    return policy
 
 
 @torch.no_grad()
 def nudge(module: torch.nn.Module, seed: int) -> None:
     """Move the weights a little, so that ratios leave 1, the KL to the old weights 0, and the critic's head 0."""
     generator = torch.Generator().manual_seed(seed)
-    for _, parameter in sorted(module.named_parameters()):
-        parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    for name, parameter in sorted(module.named_parameters()):
+        if "visual." not in name:
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
 
 
 @cache
-def make_groups(is_filtered: bool = False) -> tuple[Group, ...]:
+def make_groups(is_filtered: bool = False, has_images: bool = False) -> tuple[Group, ...]:
     """Off-policy groups of odd lengths, with unscorable, truncated and zero-advantage samples, and equal rewards.
 
     With filters, every token was drawn from itself and a random set of others, of any size.
     """
-    policy, generator = make_policy(), torch.Generator().manual_seed(1)
+    policy, generator = make_policy(has_images=has_images), torch.Generator().manual_seed(1)
+    shown = images_of(policy) if has_images else []
     filters = torch.Generator().manual_seed(2)
     nudge(policy.model, 7)
 
@@ -167,6 +213,10 @@ def make_groups(is_filtered: bool = False) -> tuple[Group, ...]:
     groups = []
     for number, row in enumerate(scores):
         prompt, samples = ids(1, 9), []
+        # No image, one, the other, or both, amid the text.
+        for place, image in enumerate(shown):
+            if (number + 1) >> place & 1:
+                prompt = (*prompt[: place + 1], *image, *prompt[place + 1 :])
 
         def kept(completion: Sequence[int]) -> tuple[str, ...]:
             size, width = policy.tokenizer.vocab_size, -(-policy.tokenizer.vocab_size // 16) * 16
