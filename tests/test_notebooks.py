@@ -60,21 +60,23 @@ SHORT |= {
 }
 
 
-def test_every_cell_of_the_python_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["python_api", pytest.param("adapters", marks=pytest.mark.ci)])
+def test_every_cell_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All cells in this process, with steps and samples cut to a few: what a changed API breaks is seen at once."""
     monkeypatch.setenv("WHET_NOTEBOOKS", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("whet.report.markdown.draw_figures", lambda series, folder: [])
-    space: dict[str, Any] = {"__name__": "python_api"}
-    for number, cell in enumerate(read("python_api")["cells"]):
-        code, place = "".join(cell["source"]), f"<python_api {number}>"
+    space: dict[str, Any] = {"__name__": name}
+    for number, cell in enumerate(read(name)["cells"]):
+        code, place = "".join(cell["source"]), f"<{name} {number}>"
         for long, short in SHORT.items():
             code = re.sub(long, short, code)
         if cell["cell_type"] == "code":
             # As a notebook does it: the source of a reward is looked up there.
             linecache.cache[place] = (len(code), None, code.splitlines(keepends=True), place)
             exec(compile(code, place, "exec"), space)
-    assert (tmp_path / "python_api" / "model" / "model.safetensors").is_file()
+    if name == "python_api":
+        assert (tmp_path / "python_api" / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.ci
@@ -121,7 +123,7 @@ def test_the_python_notebook_teaches_a_model_and_measures_it(tmp_path: Path) -> 
     assert (folder / "model" / "model.safetensors").is_file()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_notebook_of_adapters_teaches_two_skills_and_exports_one(tmp_path: Path) -> None:
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

@@ -86,6 +86,9 @@ def test_structure_of_the_demo_that_sees(
     monkeypatch.setattr(
         rl, "demo_vision", lambda: replace(recipe, sampling=short, num_steps=2, num_prompts=2, group_size=2)
     )
+    monkeypatch.setattr(
+        "whet.report.markdown.draw_figures", lambda series, folder: []
+    )  # the other demo's are drawn
     folder = tmp_path / "demo"
     demo.main(demo.DemoConfig(out=str(folder), vision=True, num_problems=5, num_samples=2, num_threads=1))
     summary = json.loads((folder / "summary.json").read_text())

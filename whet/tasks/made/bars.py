@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from whet.rewards.answers.equal import answers_equal
 from whet.tasks.made.draft import Draft, Draw, Generated
 from whet.tasks.made.drawing import COLOURS, check_cell, draw_bars
@@ -16,6 +18,7 @@ SCALES = (1, 2, 5, 10)
 """What one line may stand for."""
 
 
+@lru_cache(maxsize=4)  # thousands of pictures take seconds to draw, and each stage asks for them
 def bars(*, level: int = 0, seed: int = 0, num_problems: int = 0, cell: int = 0) -> Task:
     """Return the task `bars`: read a bar (level 1), compare two (2), or add all up (3).
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Literal
 
 from whet.rewards.answers.equal import answers_equal
@@ -64,6 +65,7 @@ _LAYOUT = re.compile(
 _NUMBERS = re.compile(r"(?:[-−+]?[0-9]+(?:\.[0-9]*)?)*")
 
 
+@lru_cache(maxsize=4)  # thousands of pictures take seconds to draw, and each stage asks for them
 def matrices(*, level: int = 0, seed: int = 0, num_problems: int = 0, cell: int = 0) -> Task:
     """Return the task `matrices`: sums of rows of 2 x 2 cells (level 1) to products of 4 x 4 cells with a column.
 

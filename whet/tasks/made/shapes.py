@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from whet.rewards.answers.equal import answers_equal
 from whet.tasks.made.draft import Draft, Draw, Generated
 from whet.tasks.made.drawing import COLOURS, SHAPES, check_cell, draw_shapes
@@ -14,6 +16,7 @@ NUM_COLOURS = 4
 EMPTY_PERCENT = 25
 
 
+@lru_cache(maxsize=4)  # thousands of pictures take seconds to draw, and each stage asks for them
 def shapes(*, level: int = 0, seed: int = 0, num_problems: int = 0, cell: int = 0) -> Task:
     """Return the task `shapes`: count shapes of a colour or a kind (level 1), or of both (2 and 3).
 
