@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
+import os
 import random
 import struct
 from collections.abc import Callable
@@ -39,7 +41,10 @@ from whet.generate.policy import PolicyConfig, load_policy
 from whet.model.lora.files import read_adapter
 from whet.model.text.template import BASE_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
+from whet.model.vision.pixels import Preprocessing
+from whet.model.vision.reading import read_picture
 from whet.model.weights import load_model
+from whet.recipes.models import seeing_model
 from whet.report.html import ReportConfig
 from whet.report.html import main as report
 from whet.report.runs import RunsConfig
@@ -54,7 +59,7 @@ from whet.tasks.quarantine import QUARANTINE, write_quarantine
 from whet.tasks.read import BadRow
 from whet.telemetry.trackers import Link
 from whet.train.data.pairs import read_pairs
-from whet.types import Problem
+from whet.types import Problem, UserError
 
 MISSING, FOLDER, LOOP = b"@missing@", b"@folder@", b"@loop@"
 """Contents that stand for: no such file, a folder in its place, a symbolic link to itself."""
@@ -838,6 +843,95 @@ def run_completion(case: Case, folder: Path) -> None:
         answers_equal(left, right, ordered=True)
 
 
+# --- images ----------------------------------------------------------------------------------------------------
+
+FORMATS = {"PNG": "png", "JPEG": "jpg", "GIF": "gif", "BMP": "bmp", "TIFF": "tif", "WEBP": "webp"}
+MODES = ("RGB", "RGBA", "L", "LA", "P", "CMYK", "I;16", "1", "F")
+
+
+def picture(rng: Random) -> tuple[str, bytes]:
+    """Draw a small image file of any format and mode, now and then one whose header promises terabytes."""
+    import io
+    import zlib
+
+    from PIL import Image
+
+    name = rng.choice(list(FORMATS))
+    size = rng.choice([(1, 1), (17, 40), (64, 3), (200, 200)])
+    image = Image.new(rng.choice(MODES), size, 1)
+    sink = io.BytesIO()
+    try:
+        exif = Image.Exif()
+        exif[0x0112] = rng.choice([0, 1, 3, 6, 8, 77])
+        more = (
+            {"save_all": True, "append_images": [image] * 3} if name == "GIF" and rng.random() < 0.3 else {}
+        )
+        image.save(sink, name, exif=exif, **more)
+    except (OSError, KeyError, ValueError):  # formats do not have every mode
+        sink = io.BytesIO()
+        image.convert("RGB").save(sink, name)
+    data = sink.getvalue()
+    if name == "PNG" and rng.random() < 0.2:
+        head = struct.pack(">II", rng.choice([0, 1, 70_000, 2**31]), rng.choice([0, 1, 70_000, 2**31]))
+        head = b"IHDR" + head + data[24:29]
+        data = data[:12] + head + struct.pack(">I", zlib.crc32(head)) + data[33:]
+    return f"a.{rng.choice(list(FORMATS.values())) if rng.random() < 0.2 else FORMATS[name]}", data
+
+
+def make_image(rng: Random) -> Case:
+    """An image file, mutated; the name that a row gives it, mutated, too."""
+    name, data = picture(rng)
+    if rng.random() < 0.7:
+        data = mutate_bytes(data, rng)
+    row: Any = {"question": "how many?", "answer": "1", "image": name}
+    if rng.random() < 0.2:
+        row["image"] = "data:image/png;base64," + base64.b64encode(data).decode()
+    if rng.random() < 0.2:
+        elsewhere = ["/etc/passwd", "../a.png", "http://127.0.0.1:1/a.png", "file:///etc/passwd"]
+        row["image"] = rng.choice([*elsewhere, [name] * 3])
+    if rng.random() < 0.3:
+        row = mutate_tree(row, rng)
+    rows = b"".join(dump(each, rng).replace(b"\n", b" ") + b"\n" for each in (row, VALID_ROW))
+    return Case({name: odd_file(data, rng, lambda data, _: data), "ok.png": PNG, "rows.jsonl": rows}, [name])
+
+
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAACgAAAAoCAIAAAADnC86AAAAMklEQVR4nO3NQQkAQAgAsPM+Yv9SxjKGIFuBRXW+DX9lFYvFYrFYLBaLxWKxWCwW"
+    "H40H+kgBKPvToGQAAAAASUVORK5CYII="
+)
+VALID_ROW = {"question": "how many?", "answer": "2", "image": "ok.png"}
+
+
+@cache
+def eyes() -> Preprocessing:
+    """How a model of Qwen3-VL's shape reads pictures."""
+    model = seeing_model(0).model
+    assert model.images is not None
+    return model.images.preprocessing
+
+
+def run_image(case: Case, folder: Path) -> None:
+    """Read the file as a model does; read the rows, and all of their images."""
+    (name,) = case.words
+    refusals = []
+    os.environ["XDG_CACHE_HOME"] = str(folder)  # where large images of rows are kept
+    try:
+        shown = read_picture(str(folder / name))
+        eyes().grid(shown.height, shown.width)
+        assert eyes().patches(shown.read()).isfinite().all()
+    except UserError as error:
+        refusals.append(error)
+    made = load_task(
+        TaskConfig(name="jsonl", path=str(folder / "rows.jsonl"), images="image", max_bad_rows=1)
+    )
+    for split in ("train", "dev", "test"):
+        for problem in made.problems(split):
+            for source in problem.images:
+                read_picture(source).read()
+    for refusal in refusals:
+        raise refusal
+
+
 def model_case(
     files: Callable[[], seeds.Files], names: list[str], change: Any = mutate_json
 ) -> Callable[[Random], Case]:
@@ -915,5 +1009,13 @@ SURFACES: dict[str, Surface] = {
     "track": Surface(make_track, run_track, 1, lambda: Case(seeds.run_files())),
     "completions": Surface(
         make_completion, run_completion, 6, lambda: Case(words=["<answer>5</answer>", "5"])
+    ),
+    "images": Surface(
+        make_image,
+        run_image,
+        3,
+        lambda: Case(
+            {"a.png": PNG, "rows.jsonl": dump(VALID_ROW, Random(0)) + b"\n", "ok.png": PNG}, ["a.png"]
+        ),
     ),
 }

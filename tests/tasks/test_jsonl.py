@@ -442,3 +442,13 @@ def test_any_answer_of_a_list_is_right(
 def test_a_list_of_answers_that_cannot_be_used(tmp_path: Path, answer: Any, expected: str) -> None:
     with pytest.raises(UserError, match=re.escape(expected)):
         read(tmp_path, {"question": "p", "answer": answer})
+
+
+@pytest.mark.parametrize("name", ["test.jsonl", "test.json"])
+def test_an_empty_object_before_the_rows_is_a_bad_row(name: str, tmp_path: Path) -> None:
+    rows = [{}, {"question": "1+1?", "answer": "2"}]
+    text = json.dumps(rows) if name.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / name).write_text(text)
+    task = load_task(TaskConfig(name="jsonl", path=str(tmp_path / name), max_bad_rows=1))
+    (problem,) = [problem for split in ("train", "dev", "test") for problem in task.problems(split)]
+    assert (problem.prompt, problem.answer) == ("1+1?", "2")

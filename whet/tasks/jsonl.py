@@ -167,13 +167,15 @@ class Jsonl:
         """Read a part of the hub."""
         if part not in self._files:
             rows = hub_rows(part, max_rows=self._max_rows)
-            first = next(rows, None)
-            if first is None:
+            begun = []
+            for row in rows:
+                begun.append(row)
+                if isinstance(row[2], dict) and row[2]:
+                    break
+            if not begun:
                 raise UserError(f"{part}: no rows; check --task.path")
-            present = first[2] if isinstance(first[2], dict) else {}
-            self._files[part] = self._read(
-                str(part), self._prepared(present) or present, chain([first], rows)
-            )
+            present = begun[-1][2] if isinstance(begun[-1][2], dict) else {}
+            self._files[part] = self._read(str(part), self._prepared(present) or present, chain(begun, rows))
         return self._files[part]
 
     def _file(self, path: Path) -> list[Problem]:

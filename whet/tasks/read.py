@@ -200,13 +200,14 @@ def read_file(
 
 
 def first_row(path: Path) -> Row:
-    """Return the first object of a file that `read_file` reads; {} if there is none."""
+    """Return the first object with a name in it of a file that `read_file` reads; {} if there is none."""
     if path.suffix in CSV:
         return next(iter(_csv_rows(path, errors="replace")), {})
     if _is_array(path):
-        return next((row for _, row in read_json_array(path, required=[], max_bad_rows=sys.maxsize)[0]), {})
+        found, _ = read_json_array(path, required=[], max_bad_rows=sys.maxsize)
+        return next((row for _, row in found if row), {})
     rows = _parquet_rows(path) if path.suffix == ".parquet" else (_parse(line) for _, line in _lines(path))
-    return next((row for row in rows if isinstance(row, dict)), {})
+    return next((row for row in rows if isinstance(row, dict) and row), {})
 
 
 def _is_array(path: Path) -> bool:
