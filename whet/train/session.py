@@ -42,7 +42,7 @@ from whet.tasks.base import told_of
 from whet.tasks.quarantine import write_quarantine
 from whet.telemetry.heartbeat import SHOW_CURSOR, Heartbeat
 from whet.telemetry.log import replace_file
-from whet.telemetry.provenance import write_environment, write_provenance
+from whet.telemetry.provenance import inputs_of, write_environment, write_provenance
 from whet.telemetry.trackers import TrackConfig, Tracking
 from whet.train.optim.safety import SafetyConfig, set_deterministic
 from whet.train.optim.step import OptimConfig, dtypes, parameter_dtype, prepare_model, shard_layers
@@ -311,19 +311,24 @@ def write_origin(config: RunConfig, problems: Sequence[Problem], source: Task | 
         config: The run's settings.
         problems: Those that are trained on.
         source: The task that they come from; None where the rows that were left out are written already.
+
+    Raises:
+        UserError: If a resumed run reads something else than when it was started.
     """
 
     def write() -> None:
-        if source is not None:
-            said = [*told_of(source, len(problems)), write_quarantine(Path(config.out), source)]
-            print("".join(f"whet: {text}\n" for text in said if text), end="", flush=True)
         write_provenance(
             Path(config.out),
             base=config.policy.init,
             adapter=config.policy.adapter,
             config_yaml=dump_yaml(config),
             problems=problems,
+            inputs=inputs_of(config, problems),
+            may_differ=config.safety.deterministic in ("warn", "off"),
         )
+        if source is not None:
+            said = [*told_of(source, len(problems)), write_quarantine(Path(config.out), source)]
+            print("".join(f"whet: {text}\n" for text in said if text), end="", flush=True)
 
     on_main(write)
 
