@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from whet.generate.policy import Policy, PolicyConfig
 from whet.storage import commit
@@ -94,6 +95,45 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_exactly(
     assert f"{name}: stopping, saving the last whole step" in errors
     train(config, resume=True)
     assert weights(tmp_path / "run", 8) == weights(tmp_path / "straight", 8)
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda run: run.rename(run.with_name("elsewhere")), r"moved to .*elsewhere while .*; move it back"),
+        (
+            shutil.rmtree,
+            r"removed while the run was writing to it; the weights of step 6 are in .*run-rescued$",
+        ),
+    ],
+    ids=["moved", "removed"],
+)
+def test_a_run_whose_folder_is_gone_keeps_its_weights_and_stops(
+    harm: Callable[[Path], Any],
+    told: str,
+    background: bool,
+    tiny_policy: PolicyConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    safety = SafetyConfig(background=background)
+    config = make_config(tiny_policy, tmp_path / "straight", save_every=6, safety=safety)
+    train(config)
+    config = replace(config, out=str(tmp_path / "run"))
+    monkeypatch.setattr(sft, "train_step", at_call(5, lambda: harm(tmp_path / "run"), sft.train_step))
+    with pytest.raises(UserError, match=told):
+        train(config)
+    rescued, known = (
+        load_file(path / "model.safetensors")
+        for path in (tmp_path / "run-rescued", step_folder(tmp_path / "straight", 6))
+    )
+    assert all(torch.equal(rescued[name], known[name]) for name in known)
+    if (tmp_path / "elsewhere").exists():
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        (tmp_path / "elsewhere").rename(tmp_path / "run")
+        train(config, resume=True)
+        assert weights(tmp_path / "run", 8) == weights(tmp_path / "straight", 8)
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 
@@ -37,7 +37,7 @@ from whet.report.markdown import write_report
 from whet.sandbox.reentry import refuse_reentry
 from whet.storage.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step
 from whet.storage.commit import DiskFullError, commit_folder
-from whet.storage.folder import check_folder, open_run
+from whet.storage.folder import check_folder, displaced, open_run
 from whet.tasks.base import told_of
 from whet.tasks.quarantine import write_quarantine
 from whet.telemetry.heartbeat import SHOW_CURSOR, Heartbeat
@@ -544,7 +544,8 @@ class Session:
             training: Tensors and JSON values that training goes on from; None for no checkpoint.
 
         Raises:
-            UserError: If the weights are not finite, the disk is full (and that is to stop the run), or it refuses.
+            UserError: If the weights are not finite, the disk is full (and that is to stop the run) or refuses, or the
+                run folder was moved or removed.
         """
         if not (is_best or training):
             return
@@ -564,6 +565,8 @@ class Session:
         best = self._folder / "checkpoints" / "best"
 
         def write_best() -> None:
+            if place := displaced(self._folder):
+                self._rescue(step, place, weights)
             self._check_space(size)
             if is_best:
                 with commit_folder(best) as temporary:
@@ -593,6 +596,16 @@ class Session:
         return {
             name: tensor.detach().to("cpu", copy=self._config.background) for name, tensor in tensors.items()
         }
+
+    def _rescue(self, step: int, place: str, weights: Mapping[str, torch.Tensor]) -> NoReturn:
+        """Keep the weights of a run whose folder is gone, and end it."""
+        rescue = self._folder.with_name(f"{self._folder.name}-rescued")
+        with commit_folder(rescue) as temporary:
+            self._policy.save(temporary, weights)
+        text = f"{self._folder}: {place} while the run was writing to it; the weights of step {step} are in {rescue}"
+        raise UserError(
+            f"{text}; move it back to go on with --resume" if place.startswith("moved to") else text
+        )
 
     def _check_space(self, size: int) -> None:
         free = shutil.disk_usage(self._folder).free
