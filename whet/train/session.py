@@ -144,7 +144,12 @@ TOLD = (
     *("rft/loss", "eval/greedy", "sft/validation_loss"),
 )
 """Metrics that a printed step shows."""
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = tuple(
+    getattr(signal, f"SIG{name}")
+    for name in ("TERM", "INT", "USR1", "USR2", "HUP", "QUIT")
+    if hasattr(signal, f"SIG{name}")
+)
+"""Signals after which a run saves and stops: a scheduler's, Ctrl-C, a lost terminal."""
 DOUBLE_S = {False: 0.5, True: 3.0}
 """Seconds in which a second signal is the same one: torchrun sends on what its process group has got already."""
 
@@ -460,8 +465,8 @@ class Writer:
 class Session:
     """Around the steps of one run; a context manager.
 
-    SIGTERM, SIGINT and SIGUSR1 let the step that is under way end on all ranks, save it and stop; on one rank a step
-    that still samples is given up, and the one before it is saved. A second signal ends the process at once.
+    Signals (`SIGNALS`) let the step that is under way end on all ranks, save it and stop; on one rank a step that
+    still samples is given up, and the one before it is saved. A second signal ends the process at once.
 
     Args:
         program: Name of the command, for messages.
@@ -478,12 +483,17 @@ class Session:
         self._heartbeat = Heartbeat(self._folder, rank(), timeout_s=self._config.hang_timeout_s)
         self._signal, self._signalled_at, self._stop = 0, -math.inf, 0
         self._handlers: dict[int, Any] = {}
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         self._saved_at = time.monotonic()
 
     def __enter__(self) -> Session:
         self._heartbeat.__enter__()
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            self._handlers = {
+                number: signal.signal(number, self._on_signal)
+                for number in SIGNALS
+                if signal.getsignal(number) != signal.SIG_IGN  # as `nohup` wants it
+            }
         return self
 
     def __exit__(
@@ -502,6 +512,9 @@ class Session:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
+        if name == "SIGHUP":  # what is printed from now on must not fail: the terminal is gone
+            for descriptor in self._terminals:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         if self._signal:
             if now - self._signalled_at < DOUBLE_S[is_distributed()]:
                 return
@@ -525,8 +538,9 @@ class Session:
         self._writer.check()
         minutes = (time.monotonic() - self._saved_at) / 60
         is_time = 0 < self._config.save_minutes <= minutes
-        wish = all_reduce_max(float(self._signal or (1 if is_time and rank() == 0 else 0)))
-        self._stop = int(wish) if wish > 1 else 0  # a signal that comes from now on is the next step's
+        # SIGHUP is 1: that it is time to save is less than any signal.
+        wish = all_reduce_max(float(self._signal or (0.5 if is_time and rank() == 0 else 0)))
+        self._stop = int(wish)  # a signal that comes from now on is the next step's
         return bool(wish) or step % self._save_every == 0 or step == self._num_steps
 
     def save(
