@@ -241,13 +241,8 @@ class Api:
         """Return the tokens of a conversation, a text or token ids; refuse what cannot be served."""
         tokenizer = policy.tokenizer
         # Before it is tokenised, which takes a second for each megabyte, or many where a text has no spaces.
-        size = (
-            sum(map(len, map(text_of, prompt)))
-            if asked.messages
-            else len(prompt)
-            if isinstance(prompt, str)
-            else 0
-        )
+        texts: list[Any] = [text_of(message) for message in asked.messages] or [prompt]
+        size = sum(len(text) for text in texts if isinstance(text, str))
         if size > self._scheduler.context * tokenizer.longest:
             raise ApiError(
                 400,
