@@ -236,6 +236,12 @@ def _rl(base: Path, out: Path, layout: ParallelConfig, **changes: Any) -> None:
 PPO = AlgoConfig(
     baseline="value", kl="k3_loss", kl_coef=0.1, num_minibatches=2, uninformative="keep", scale="none"
 )
+REFILL: dict[str, Any] = {  # of few groups has one a right form: what is missing is no multiple of the ranks
+    "algo": AlgoConfig(uninformative="refill", max_refills=3),
+    "rewards": {"correct": 1.0, "format": 1.0},
+    "num_prompts": 12,
+    "group_size": 2,
+}
 LORA = LoRAConfig(rank=4)
 BALANCED = _optim(router_aux_loss_coef=0.1)
 PROGRAMS: dict[str, Callable[[Path, Path, ParallelConfig], None]] = {
@@ -245,6 +251,7 @@ PROGRAMS: dict[str, Callable[[Path, Path, ParallelConfig], None]] = {
     "dpo": _dpo,
     "grpo": _rl,
     "grpo, stale": lambda *where: _rl(*where, off_policy=OffPolicyConfig(staleness=1)),
+    "grpo, refill": lambda *where: _rl(*where, **REFILL),
     "ppo with a reference": lambda *where: _rl(*where, algo=PPO),
     "sft, lora": lambda *where: _sft(*where, lora=LORA),
     "grpo, lora": lambda *where: _rl(*where, lora=LORA),

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from whet.rewards.base import (
     REWARDS,
+    Item,
     WeightedReward,
     best_total,
     build_rewards,
     own_reward,
     score_completion,
 )
+from whet.sandbox.graders.graders import Outcome
 from whet.schema import ResponseSchema
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.types import Problem, UserError
@@ -130,3 +133,34 @@ def test_a_reward_that_mostly_fails_is_wrong_itself(
         return
     assert reward.many(items) == [None] * num_bad + [1.0] * (size - num_bad)
     assert reward.failures.count == num_bad
+
+
+class Here:
+    """Runs a reward in this process: what it returns is what is judged."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def map(self, calls: Sequence[Item]) -> list[Outcome]:
+        return [Outcome(self.value, "ok", "", 0.0) for _ in calls]
+
+
+def number(problem: Problem, completion: str) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 1e300, 1.1e9, math.nan, math.inf, "1", [1.0]])
+def test_what_cannot_be_trained_on_is_the_failure_of_that_sample(value: object) -> None:
+    reward = own_reward(number, Here(value))
+    assert reward.many is not None
+    assert reward.many([(PROBLEM, "a")]) == [None]
+    assert reward.failures.count == 1
+    assert "expected None or a number" in reward.failures.latest
+
+
+@pytest.mark.parametrize("value", [1e9, -1e9, 10**9, True, 0])
+def test_numbers_up_to_a_bound_are_taken(value: float) -> None:
+    reward = own_reward(number, Here(value))
+    assert reward.many is not None
+    assert reward.many([(PROBLEM, "a")]) == [float(value)]
+    assert reward.failures.count == 0

@@ -89,10 +89,15 @@ def misbehave(how):
     if how == "print":
         print('1 {"kind": "ok", "value": "forged", "message": "", "seconds": 0}', flush=True)
         return "printed"
-    if how == "forge":
+    if how in ("forge", "forge a part", "forge no JSON"):
+        line = {
+            "forge": b'0 {"kind": "ok", "value": "forged", "message": "", "seconds": 0}',
+            "forge a part": b'1 {"kind": "ok", "value": "forged"}',
+            "forge no JSON": b"1 forged",
+        }[how]
         for descriptor in range(3, 20):
             try:
-                os.write(descriptor, b'0 {"kind": "ok", "value": "forged", "message": "", "seconds": 0}\\n')
+                os.write(descriptor, line + b"\\n")
             except OSError:
                 pass
     if how == "stdin":
@@ -226,6 +231,8 @@ def test_no_more_than_max_workers(pool: Callable[..., GraderPool]) -> None:
         ("huge", "error", "the grader returned 2097154 characters"),
         ("stdin", "error", "EOFError"),
         ("forge", "error", "the grader wrote into its own result channel"),
+        ("forge a part", "error", "the grader wrote into its own result channel"),
+        ("forge no JSON", "error", "the grader wrote into its own result channel"),
         ("fine", "ok", ""),
         ("print", "ok", ""),
     ],

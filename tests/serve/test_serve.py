@@ -581,13 +581,21 @@ def test_bodies_that_are_no_requests(server: Running) -> None:
     assert server.post(TEXT, GOOD_TEXT).status_code == 200
 
 
-def test_errors_reach_the_official_client(server: Running) -> None:
+def test_errors_reach_the_official_client(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     with server.client() as client:
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             client.completions.create(model="x", prompt="a")
         with pytest.raises(openai.BadRequestError) as caught:
             client.completions.create(model=NAME, prompt="a" * 2000)
         assert caught.value.code == "context_length_exceeded"
+        with monkeypatch.context() as patch:  # what cannot fit is refused before it is tokenised
+            patch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("tokenised"))
+            with pytest.raises(openai.BadRequestError, match=r"1,000,000 characters, more than the context"):
+                client.completions.create(model=NAME, prompt="a" * 1_000_000)
+            with pytest.raises(openai.BadRequestError, match=r"1,000,000 characters, more than the context"):
+                client.chat.completions.create(
+                    model=NAME, messages=[{"role": "user", "content": "a" * 1_000_000}]
+                )
         assert [model.id for model in client.models.list()] == [NAME]
         assert client.models.retrieve(NAME).id == NAME
 

@@ -169,6 +169,20 @@ def test_any_flipped_byte_of_a_manifest_is_noticed_or_harmless(tmp_path: Path) -
         assert json.loads(data)["files"] == json.loads(whole)["files"]
 
 
+def test_a_checkpoint_under_another_steps_name_is_not_that_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    step_folder(tmp_path, 2).rename(step_folder(tmp_path, 9))
+    with pytest.raises(UserError, match="step_00000009: holds step 2: it was renamed"):
+        load_step(tmp_path, 9)
+    found = load_step(tmp_path)
+    assert found is not None
+    assert found.state["step"] == 1
+    assert "holds step 2" in capsys.readouterr().out
+
+
 def test_no_readable_checkpoint_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
     for step in (1, 2):
         cut(save(tmp_path, step) / "model.bin")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,13 +18,14 @@ from whet.telemetry.provenance import (
     describe_environment,
     describe_model,
     find_run,
+    inputs_of,
     parent_run,
     run_folders,
     run_id,
     write_environment,
     write_provenance,
 )
-from whet.types import Problem, UserError
+from whet.types import Message, Problem, UserError
 
 PROBLEMS = [Problem(uid=str(i), task="t", prompt=f"{i}+1=", answer=str(i + 1)) for i in range(3)]
 
@@ -190,3 +193,55 @@ def test_environment_of_an_mi300x(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["gpu_architecture"], found["num_cuda_devices"]) == ("gfx942", 8)
     monkeypatch.setattr(torch.version, "hip", None)
     assert describe_environment()["gpu_architecture"] == "sm_94"
+
+
+@dataclass(frozen=True)
+class Inner:
+    """Settings of a group."""
+
+    init: str = ""
+    text: str = "answer\nme"
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a run."""
+
+    out: str = ""
+    inner: Inner = Inner()
+    weights: Mapping[str, float] = field(default_factory=lambda: {"correct": 1.0})
+
+
+def test_inputs_are_the_files_that_settings_name_and_the_problems_in_their_order(tmp_path: Path) -> None:
+    folder = model(tmp_path / "base")
+    (folder / "tokenizer.json").write_text("ids")
+    (folder / "README.md").write_text("no input")
+    (tmp_path / "mine.py").write_text("def f(): ...")
+    names = (f"{tmp_path}/mine.py:f=0.5", "package.module:f", "correct", "x" * 300)
+    config = Settings(out=str(tmp_path / "mine.py"), inner=Inner(init=str(folder), names=names))
+    found = inputs_of(config, PROBLEMS)
+    assert found.pop("whet").startswith("0.")
+    count, _, digest = found.pop("problems").partition(" ")
+    assert (count, len(digest)) == ("3", 64)
+    assert found == {
+        f"inner.init: {folder}/config.json": sha("{}"),
+        f"inner.init: {folder}/model.safetensors": sha("w"),
+        f"inner.init: {folder}/tokenizer.json": sha("ids"),
+        f"inner.names: {tmp_path}/mine.py": sha("def f(): ..."),
+    }
+    one, two, three = PROBLEMS
+    others = [
+        [two, one, three],
+        [one, two],
+        [one, two, replace(three, answer="4")],
+        [one, two, replace(three, solution="2+1")],
+        [one, two, replace(three, reply="3")],
+        [one, two, replace(three, images=("a.png",))],
+        [one, two, replace(three, messages=(Message(role="user", content="2+1?"),))],
+        [one, two, replace(three, meta={"tests": "assert True"})],
+    ]
+    hashes = {inputs_of(config, problems)["problems"] for problems in (PROBLEMS, *others)}
+    assert len(hashes) == 1 + len(others)
+    moved = [one, two, replace(three, meta={"file": "elsewhere.jsonl"})]
+    assert inputs_of(config, moved)["problems"] == f"{count} {digest}"

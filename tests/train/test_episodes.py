@@ -271,7 +271,7 @@ def test_tools_and_environments_that_are_not_there(tiny_policy: PolicyConfig, tm
     ("text", "message"),
     [
         ("{mine}:broken", "reward 'broken' gives a perfect completion of problem .* no score: .*always"),
-        ("{mine}:words", "no score: returned str 'good', expected a finite number or None"),
+        ("{mine}:words", "no score: returned str 'good', expected None or a number"),
         ("{mine}:nosuch", "nosuch"),
         ("nowhere.py:f", "no file 'nowhere.py'; check --reward"),
         ("mine:even", "expected path.py:function"),

@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig
+from whet.config import dump_yaml
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
+from whet.model.config import ModelConfig
+from whet.recipes.models import demo_policy
 from whet.recipes.rl import ALGORITHMS
 from whet.rewards import base
 from whet.schema import SCHEMAS, ResponseSchema
@@ -613,3 +619,107 @@ def test_a_step_with_a_single_trained_token_is_taken(tiny_policy: PolicyConfig) 
     assert result["rl/grad_norm"] > 0
     assert not torch.equal(policy.model.head_weight, before)
     assert all(parameter.grad is None for parameter in policy.model.parameters())
+
+
+SCORE = "def score(problem, text):\n    return min(len(text), 50) / 500\n"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RLConfig:
+    """A run on rows, with a reward and a KL reference of the user's own, that is over."""
+    home = tmp_path_factory.mktemp("inputs")
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
+    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (home / "mine.py").write_text(SCORE)
+    shape = replace(demo_policy().model, hidden_size=32, intermediate_size=64, head_dim=8)
+    start = replace(demo_policy(), model=shape, max_rows=64)
+    load_policy(start, seed=0).save(home / "base")
+    config = replace(
+        make_config(replace(start, init=str(home / "base"), model=ModelConfig()), home / "run"),
+        task=TaskConfig(name="jsonl", path=str(home / "rows.jsonl")),
+        reward=(f"{home / 'mine.py'}:score=0.5",),
+        algo=AlgoConfig(kl="k3_loss", kl_coef=0.1),
+        num_steps=2,
+        num_prompts=2,
+        group_size=2,
+    )
+    train(config)
+    return config
+
+
+@contextmanager
+def edited(path: Path, change: Callable[[str], str]) -> Iterator[None]:
+    """Change a file meanwhile."""
+    before = path.read_bytes()
+    path.write_text(change(before.decode()))
+    yield
+    path.write_bytes(before)
+
+
+CHANGES: dict[str, tuple[str, Callable[[str], str], str]] = {
+    "a row is gone": ("rows.jsonl", lambda text: text.partition("\n")[2], r"problems \(\d+, now \d+\)"),
+    "a row more": (
+        "rows.jsonl",
+        lambda text: text + '{"prompt": "77+1=", "answer": "78"}\n',
+        r"task\.path: .*rows\.jsonl",
+    ),
+    "another order": (
+        "rows.jsonl",
+        lambda text: "".join(sorted(text.splitlines(keepends=True), reverse=True)),
+        r"task\.path: .*rows\.jsonl",
+    ),
+    "another answer": (
+        "rows.jsonl",
+        lambda text: text.replace('"answer": "9"', '"answer": "8"'),
+        "task.path: ",
+    ),
+    "another reward": ("mine.py", lambda text: text.replace("50)", "40)"), r"reward: .*mine\.py"),
+    "another tokenizer": (
+        "base/tokenizer.json",
+        lambda text: text + "\n",
+        r"policy\.init: .*tokenizer\.json",
+    ),
+    "another config": ("base/config.json", lambda text: text + "\n", r"policy\.init: .*config\.json"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_does_not_resume_with_other_inputs(name: str, finished: RLConfig) -> None:
+    home = Path(finished.out).parent
+    file, change, told = CHANGES[name]
+    before = {path: path.read_bytes() for path in Path(finished.out).rglob("*.json*")}
+    with (
+        edited(home / file, change),
+        pytest.raises(UserError, match=rf"has changed since it was started: .*{told}.*--deterministic warn"),
+    ):
+        train(finished, resume=True)
+    environment = Path(finished.out) / "environment.json"  # written at every start
+    assert all(path.read_bytes() == text for path, text in before.items() if path != environment)
+    train(finished, resume=True)
+
+
+def test_a_reference_of_other_weights_is_refused_or_told_of(
+    finished: RLConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, run = Path(finished.out).parent, tmp_path / "run"
+    shutil.copytree(finished.out, run)
+    weights = load_file(home / "base/model.safetensors")
+    save_file({name: tensor + 1e-3 for name, tensor in weights.items()}, home / "base/model.safetensors")
+    config = replace(finished, out=str(run))
+    # The copy of a run has its config's `out`, which this test changes with it.
+    (run / "config.yaml").write_text(dump_yaml(config))
+    content = json.loads((run / "provenance.json").read_text())
+    del content["seal"], content["config_sha256"]
+    content["config_sha256"] = None
+    (run / "provenance.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"policy\.init: .*model\.safetensors"):
+        train(config, resume=True)
+    capsys.readouterr()
+    train(replace(config, safety=SafetyConfig(deterministic="warn")), resume=True)
+    assert "what the run reads has changed" in capsys.readouterr().out
+    (note,) = json.loads((run / "provenance.json").read_text())["input_changes"]
+    ((changed, (was, now)),) = note["changed"].items()
+    assert changed.endswith("base/model.safetensors")
+    assert was != now
+    train(config, resume=True)  # from now on these are its inputs
+    save_file(weights, home / "base/model.safetensors")

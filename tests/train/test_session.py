@@ -12,12 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from whet.generate.policy import Policy, PolicyConfig
 from whet.storage import commit
@@ -65,8 +67,13 @@ def at_call(number: int, action: Callable[[], Any], function: Callable[..., Any]
     return wrapped
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize(
+    ("name", "background"),
+    [
+        *((name, True) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT")),
+        ("SIGTERM", False),
+    ],
+)
 def test_a_signal_saves_the_step_and_the_run_goes_on_exactly(
     name: str,
     background: bool,
@@ -96,6 +103,45 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_exactly(
     assert weights(tmp_path / "run", 8) == weights(tmp_path / "straight", 8)
 
 
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda run: run.rename(run.with_name("elsewhere")), r"moved to .*elsewhere while .*; move it back"),
+        (
+            shutil.rmtree,
+            r"removed while the run was writing to it; the weights of step 6 are in .*run-rescued$",
+        ),
+    ],
+    ids=["moved", "removed"],
+)
+def test_a_run_whose_folder_is_gone_keeps_its_weights_and_stops(
+    harm: Callable[[Path], Any],
+    told: str,
+    background: bool,
+    tiny_policy: PolicyConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    safety = SafetyConfig(background=background)
+    config = make_config(tiny_policy, tmp_path / "straight", save_every=6, safety=safety)
+    train(config)
+    config = replace(config, out=str(tmp_path / "run"))
+    monkeypatch.setattr(sft, "train_step", at_call(5, lambda: harm(tmp_path / "run"), sft.train_step))
+    with pytest.raises(UserError, match=told):
+        train(config)
+    rescued, known = (
+        load_file(path / "model.safetensors")
+        for path in (tmp_path / "run-rescued", step_folder(tmp_path / "straight", 6))
+    )
+    assert all(torch.equal(rescued[name], known[name]) for name in known)
+    if (tmp_path / "elsewhere").exists():
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        (tmp_path / "elsewhere").rename(tmp_path / "run")
+        train(config, resume=True)
+        assert weights(tmp_path / "run", 8) == weights(tmp_path / "straight", 8)
+
+
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     program = """
 import os, signal, sys, time
@@ -121,6 +167,44 @@ sft.train(replace(RECIPES["demo"](), out=sys.argv[1], validation_problems=0))
     assert "first" in done.stdout
     assert "SIGTERM again: ended at once" in done.stderr
     assert time.monotonic() - began < 50
+
+
+@pytest.mark.ci
+def test_a_run_whose_terminal_is_lost_is_saved(tmp_path: Path) -> None:
+    """As after an SSH session: SIGHUP, and nothing can be printed any more."""
+    program = """
+import sys, termios, fcntl
+from dataclasses import replace
+from whet.recipes.sft import RECIPES
+from whet.tasks.made import arithmetic
+from whet.train import sft
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+arithmetic.NUM_PROBLEMS = 500
+config = replace(RECIPES["demo"](), out=sys.argv[1], validation_problems=0, save_every=10**6, num_steps=10**6)
+sft.main(config)
+"""
+    run = tmp_path / "run"
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(run)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    until = time.monotonic() + 200
+    while not (run / "metrics.jsonl").is_file() or not (run / "metrics.jsonl").stat().st_size:
+        assert process.poll() is None
+        assert time.monotonic() < until
+        with suppress(BlockingIOError):
+            os.read(ours, 1 << 16)
+        time.sleep(0.02)
+    os.close(ours)
+    assert process.wait(100) == 128 + signal.SIGHUP
+    (step,) = saved_steps(run)
+    assert 0 < step < 10**6
 
 
 class Usage(NamedTuple):

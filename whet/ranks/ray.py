@@ -458,7 +458,9 @@ class _Group:
 
         handlers: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+            numbers = [
+                getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
+            ]
             handlers = {number: signal.signal(number, note) for number in numbers}
         try:
             yield

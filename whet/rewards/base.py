@@ -94,6 +94,10 @@ REWARDS: dict[str, Preset] = {
 """Name -> factory of the reward function. `correct` is the main reward; the others shape it."""
 
 
+LARGEST = 1e9
+"""Bound of a user's reward: beyond it nothing is left of a group's other rewards, or their squares overflow."""
+
+
 def parse_own(text: str) -> tuple[str, str, float]:
     """Read `path.py:function` or `path.py:function=weight`.
 
@@ -161,7 +165,7 @@ def own_reward(
 ) -> WeightedReward:
     """Make a reward from the user's function, which runs in killable worker processes with a deadline.
 
-    A call that fails, hangs or does not return a number gives None: unscorable, and counted.
+    A call that fails, hangs or does not return a number that can be trained on gives None: unscorable, and counted.
 
     Args:
         reward: The function (also one of the main script or of a notebook), or its 'path.py:function'.
@@ -184,10 +188,11 @@ def own_reward(
         for outcome in outcomes:
             value, message = outcome.value, outcome.message
             if outcome.kind == "ok" and value is not None:
-                if isinstance(value, (int, float)) and math.isfinite(value):
+                if isinstance(value, (int, float)) and abs(value) <= LARGEST:
                     scores.append(float(value))
                     continue
-                message = f"returned {type(value).__name__} {value!r:.60}, expected a finite number or None"
+                message = f"returned {type(value).__name__} {value!r:.60}, expected None or a number"
+                message += f" from -{LARGEST:g} to {LARGEST:g}" if isinstance(value, (int, float)) else ""
             if outcome.kind != "ok" or value is not None:
                 failures.count += 1
                 failures.latest = (

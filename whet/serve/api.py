@@ -240,6 +240,16 @@ class Api:
     def _encode(self, policy: Policy, prompt: Any, index: int, asked: Asked) -> tuple[int, ...]:
         """Return the tokens of a conversation, a text or token ids; refuse what cannot be served."""
         tokenizer = policy.tokenizer
+        # Before it is tokenised, which takes a second for each megabyte, or many where a text has no spaces.
+        texts: list[Any] = [text_of(message) for message in asked.messages] or [prompt]
+        size = sum(len(text) for text in texts if isinstance(text, str))
+        if size > self._scheduler.context * tokenizer.longest:
+            raise ApiError(
+                400,
+                f"the prompt has {size:,} characters, more than the context served here holds in any tokens "
+                f"({self._scheduler.context:,} of up to {tokenizer.longest} characters): shorten it",
+                code="context_length_exceeded",
+            )
         if asked.messages:
             ids = self._encode_chat(policy, prompt)
         elif isinstance(prompt, str):

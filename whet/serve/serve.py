@@ -129,6 +129,7 @@ def main(config: ServeConfig) -> None:
         import uvicorn
 
         from whet.serve.api import Api, make_app
+        from whet.serve.headers import MAX_HEADER_BYTES, impatient
     except ImportError as error:
         raise UserError(f"whet serve needs {error.name}: {install_command('web')}") from None
     key = key_of(config)
@@ -148,11 +149,14 @@ def main(config: ServeConfig) -> None:
                 image_urls=config.image_urls,
             )
             app = make_app(api, api_key=key, hosts=frozenset() if key else LOCAL | {config.host})
+            most = scheduler.max_completions + SPARE_CONNECTIONS
             options = uvicorn.Config(
                 app,
+                http=impatient(most - 1),
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 log_level="warning",
                 access_log=False,
-                limit_concurrency=scheduler.max_completions + SPARE_CONNECTIONS,
+                limit_concurrency=most,
                 timeout_graceful_shutdown=GRACE_S,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 server_header=False,

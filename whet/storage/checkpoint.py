@@ -410,7 +410,10 @@ def load_step(
 
 def _read(folder: Path) -> dict[str, Any]:
     verify_folder(folder)
-    return json.loads((folder / "training" / "state.json").read_text())
+    state = json.loads((folder / "training" / "state.json").read_text())
+    if step_folder(folder.parent.parent, int(state["step"])) != folder:
+        raise UserError(f"{folder}: holds step {state['step']}: it was renamed; give it its name back")
+    return state
 
 
 def _load_exactly(run: Path, step: int, sameness: Sameness) -> Loaded:

@@ -94,6 +94,8 @@ def commit_folder(final: Path) -> Iterator[Path]:
         manifest["sha256"] = _seal(manifest)
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         sync(temporary / MANIFEST)
+        for inner in (path for path in temporary.rglob("*") if path.is_dir()):
+            sync(inner)  # the names in it
         sync(temporary)
         if final.exists():
             retired = final.with_name(f".old-{final.name}-{os.getpid()}")

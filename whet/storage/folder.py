@@ -123,6 +123,28 @@ def _lock(folder: Path) -> None:
         return
 
 
+def displaced(folder: Path) -> str:
+    """Say what became of a run folder that this process has locked: 'moved to ...' or 'removed'; '' while it is there.
+
+    Its open files would be written on, elsewhere or nowhere, and its checkpoints would make a new folder.
+    """
+    descriptor = _locks.get(folder.resolve())
+    if descriptor is None:
+        return ""
+    locked = os.fstat(descriptor)
+    try:
+        found = folder.stat()
+    except OSError:
+        found = None
+    if found is not None and (found.st_dev, found.st_ino) == (locked.st_dev, locked.st_ino):
+        return ""
+    try:
+        place = os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:  # no /proc
+        return "moved or removed"
+    return "removed" if place.endswith(" (deleted)") else f"moved to {place}"
+
+
 def _check_config(folder: Path, config_yaml: str) -> None:
     """Refuse a config.yaml that was edited since the run started, if its hash is known."""
     try:

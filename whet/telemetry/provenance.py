@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from functools import cache
@@ -144,6 +145,8 @@ def write_provenance(
     config_yaml: str = "",
     problems: Iterable[Problem] = (),
     links: Sequence[Mapping[str, Any]] = (),
+    inputs: Mapping[str, str] | None = None,
+    may_differ: bool = False,
 ) -> dict[str, Any]:
     """Write provenance.json into a run folder; a resumed run keeps its first one, unless it is damaged.
 
@@ -154,13 +157,21 @@ def write_provenance(
         config_yaml: The resolved configuration.
         problems: The data: uid, prompt and answer of every problem are hashed, in any order.
         links: Runs of trackers: {"name", "id", "url"}.
+        inputs: Hashes of everything that is read (`inputs_of`), which a resumed run has to find again; None: unknown.
+        may_differ: Whether a resumed run with other inputs goes on: with a warning, and a note in the file.
 
     Returns:
         The content.
+
+    Raises:
+        UserError: If a resumed run has other inputs and may not.
     """
     path = folder / PROVENANCE
     if path.is_file():
         if _is_whole(known := read_json(path)):
+            if changed := _changed_inputs(known.get("inputs"), inputs):
+                known = _with_changed(known, inputs or {}, changed, folder, may_differ=may_differ)
+                _write_sealed(path, known)
             return known
         aside = path.replace(folder / f".corrupt-{PROVENANCE}")
         text = f"damaged; kept as {aside.name}, and rewritten: the run has a new id from now on"
@@ -181,12 +192,139 @@ def write_provenance(
         "git_commit": environment.get("git_commit"),
         "links": [dict(link) for link in links],
         "parent": None if parent is None else {"folder": str(parent), "run_id": run_id(parent)},
+        "inputs": None if inputs is None else dict(inputs),
     }
+    return _write_sealed(path, content)
+
+
+def _write_sealed(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """Write a provenance with its seal, at once or not at all; return it."""
+    content = {name: value for name, value in content.items() if name != "seal"}
     content["seal"] = _seal(content)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
     return content
+
+
+SPEC = re.compile(r"(?P<file>.+\.py):[^/]+")
+"""A function of one's own as a setting: file.py:name, file.py:name=0.5."""
+SPELLING = (".json", ".jinja", ".model", ".txt")
+"""Suffixes of the files of a model's folder that decide how text becomes tokens, and what its config says."""
+NOT_INPUTS = frozenset({"out", "safety", "track", "parallel", "cluster"})
+"""Settings that name nothing that is computed with."""
+
+
+def inputs_of(config: Any, problems: Iterable[Problem]) -> dict[str, str]:
+    """Hash what a run reads besides its configuration: a resumed run that read something else would be another run.
+
+    These are the problems in their order, every file that a setting names (rows, templates, rubrics, Python files of
+    rewards, tasks and tools), the weights and the tokenizer of every model that a setting names, and whet itself. What
+    a Python file imports, and what images outside of the rows show, is not looked at.
+
+    Args:
+        config: The run's settings, a dataclass.
+        problems: What is trained on.
+
+    Returns:
+        Hashes by a name that a user understands: 'problems', 'whet', or 'setting: file'.
+    """
+    rows, count = hashlib.sha256(), 0
+    for problem in problems:
+        meta = {name: text for name, text in problem.meta.items() if name != "file"}
+        asked = [asdict(message) for message in problem.messages]
+        texts = [
+            problem.uid,
+            problem.prompt,
+            *problem.answers,
+            problem.solution,
+            problem.reply,
+            *problem.images,
+        ]
+        rows.update(json.dumps([texts, asked, meta]).encode() + b"\n")
+        count += 1
+    commit = (_git_commit(Path(__file__).resolve().parents[2]) or "").removesuffix("-dirty")
+    found = {"problems": f"{count:,} {rows.hexdigest()}", "whet": f"{__version__} {commit[:12]}".strip()}
+    for name, value in _settings(config):
+        for path in _files_of(value):
+            found[f"{name}: {path}"] = _digest(path)
+    return found
+
+
+def _settings(config: Any, above: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the texts of a configuration with the names of their settings."""
+    if isinstance(config, str):
+        yield above, config
+    elif isinstance(config, Mapping):
+        for key, value in config.items():
+            yield from _settings(value, f"{above}.{key}")
+    elif isinstance(config, (list, tuple)):
+        for value in config:
+            yield from _settings(value, above)
+    elif is_dataclass(config):
+        for field in fields(config):
+            if above or field.name not in NOT_INPUTS:
+                yield from _settings(getattr(config, field.name), f"{above}.{field.name}".lstrip("."))
+
+
+def _files_of(value: str) -> Iterator[Path]:
+    """Yield the files that a setting's text stands for: a file, a function's file, or those of a model's folder."""
+    if not value or "\n" in value or max(map(len, value.split("/"))) > 255:  # a prompt, not a path
+        return
+    spec = SPEC.fullmatch(value)
+    path = Path(spec["file"] if spec else value).expanduser()
+    if path.is_file():
+        yield path
+    elif (folder := _weights_folder(value)) is not None:
+        for inner in sorted(folder.iterdir()):
+            if inner.is_file() and (inner.suffix in SPELLING or any(inner.match(name) for name in WEIGHTS)):
+                yield inner
+
+
+def _changed_inputs(
+    before: Mapping[str, str] | None, now: Mapping[str, str] | None
+) -> dict[str, tuple[str | None, str | None]]:
+    """Return what was read before and what is read now where they differ; nothing where one of them is unknown."""
+    if before is None or now is None:
+        return {}
+    names = [*before, *(name for name in now if name not in before)]
+    return {name: (before.get(name), now.get(name)) for name in names if before.get(name) != now.get(name)}
+
+
+def _with_changed(
+    known: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    changed: Mapping[str, tuple[str | None, str | None]],
+    folder: Path,
+    *,
+    may_differ: bool,
+) -> dict[str, Any]:
+    """Return a provenance that tells of changed inputs.
+
+    Raises:
+        UserError: If they may not change.
+    """
+    told = [_told(name, *values) for name, values in changed.items()]
+    some = "; ".join(told[:3]) + (f"; and {len(told) - 3} more" if len(told) > 3 else "")
+    text = f"{folder}: what the run reads has changed since it was started: {some}"
+    if not may_differ:
+        raise UserError(f"{text}; restore it, or continue as another run with --deterministic warn")
+    print(f"whet: warning: {text}", flush=True)
+    note = {
+        "utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "changed": {name: list(values) for name, values in changed.items()},
+    }
+    return {**known, "inputs": dict(inputs), "input_changes": [*known.get("input_changes", ()), note]}
+
+
+def _told(name: str, before: str | None, now: str | None) -> str:
+    """Say in a few words how an input has changed."""
+    if before is None or now is None:
+        return f"{name} is {'new' if before is None else 'gone'}"
+    if name == "problems":
+        then, count = before.partition(" ")[0], now.partition(" ")[0]
+        return f"problems ({then}, now {count if count != then else 'with other texts or in another order'})"
+    return f"{name} ({before}, now {now})" if name == "whet" else name
 
 
 def _is_whole(content: Mapping[str, Any]) -> bool:

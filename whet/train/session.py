@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 
@@ -37,12 +37,12 @@ from whet.report.markdown import write_report
 from whet.sandbox.reentry import refuse_reentry
 from whet.storage.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step
 from whet.storage.commit import DiskFullError, commit_folder
-from whet.storage.folder import check_folder, open_run
+from whet.storage.folder import check_folder, displaced, open_run
 from whet.tasks.base import told_of
 from whet.tasks.quarantine import write_quarantine
 from whet.telemetry.heartbeat import SHOW_CURSOR, Heartbeat
 from whet.telemetry.log import replace_file
-from whet.telemetry.provenance import write_environment, write_provenance
+from whet.telemetry.provenance import inputs_of, write_environment, write_provenance
 from whet.telemetry.trackers import TrackConfig, Tracking
 from whet.train.optim.safety import SafetyConfig, set_deterministic
 from whet.train.optim.step import OptimConfig, dtypes, parameter_dtype, prepare_model, shard_layers
@@ -144,7 +144,12 @@ TOLD = (
     *("rft/loss", "eval/greedy", "sft/validation_loss"),
 )
 """Metrics that a printed step shows."""
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = tuple(
+    getattr(signal, f"SIG{name}")
+    for name in ("TERM", "INT", "USR1", "USR2", "HUP", "QUIT")
+    if hasattr(signal, f"SIG{name}")
+)
+"""Signals after which a run saves and stops: a scheduler's, Ctrl-C, a lost terminal."""
 DOUBLE_S = {False: 0.5, True: 3.0}
 """Seconds in which a second signal is the same one: torchrun sends on what its process group has got already."""
 
@@ -311,19 +316,24 @@ def write_origin(config: RunConfig, problems: Sequence[Problem], source: Task | 
         config: The run's settings.
         problems: Those that are trained on.
         source: The task that they come from; None where the rows that were left out are written already.
+
+    Raises:
+        UserError: If a resumed run reads something else than when it was started.
     """
 
     def write() -> None:
-        if source is not None:
-            said = [*told_of(source, len(problems)), write_quarantine(Path(config.out), source)]
-            print("".join(f"whet: {text}\n" for text in said if text), end="", flush=True)
         write_provenance(
             Path(config.out),
             base=config.policy.init,
             adapter=config.policy.adapter,
             config_yaml=dump_yaml(config),
             problems=problems,
+            inputs=inputs_of(config, problems),
+            may_differ=config.safety.deterministic in ("warn", "off"),
         )
+        if source is not None:
+            said = [*told_of(source, len(problems)), write_quarantine(Path(config.out), source)]
+            print("".join(f"whet: {text}\n" for text in said if text), end="", flush=True)
 
     on_main(write)
 
@@ -455,8 +465,8 @@ class Writer:
 class Session:
     """Around the steps of one run; a context manager.
 
-    SIGTERM, SIGINT and SIGUSR1 let the step that is under way end on all ranks, save it and stop; on one rank a step
-    that still samples is given up, and the one before it is saved. A second signal ends the process at once.
+    Signals (`SIGNALS`) let the step that is under way end on all ranks, save it and stop; on one rank a step that
+    still samples is given up, and the one before it is saved. A second signal ends the process at once.
 
     Args:
         program: Name of the command, for messages.
@@ -473,12 +483,17 @@ class Session:
         self._heartbeat = Heartbeat(self._folder, rank(), timeout_s=self._config.hang_timeout_s)
         self._signal, self._signalled_at, self._stop = 0, -math.inf, 0
         self._handlers: dict[int, Any] = {}
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         self._saved_at = time.monotonic()
 
     def __enter__(self) -> Session:
         self._heartbeat.__enter__()
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            self._handlers = {
+                number: signal.signal(number, self._on_signal)
+                for number in SIGNALS
+                if signal.getsignal(number) != signal.SIG_IGN  # as `nohup` wants it
+            }
         return self
 
     def __exit__(
@@ -497,6 +512,9 @@ class Session:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
+        if name == "SIGHUP":  # what is printed from now on must not fail: the terminal is gone
+            for descriptor in self._terminals:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         if self._signal:
             if now - self._signalled_at < DOUBLE_S[is_distributed()]:
                 return
@@ -520,8 +538,9 @@ class Session:
         self._writer.check()
         minutes = (time.monotonic() - self._saved_at) / 60
         is_time = 0 < self._config.save_minutes <= minutes
-        wish = all_reduce_max(float(self._signal or (1 if is_time and rank() == 0 else 0)))
-        self._stop = int(wish) if wish > 1 else 0  # a signal that comes from now on is the next step's
+        # SIGHUP is 1: that it is time to save is less than any signal.
+        wish = all_reduce_max(float(self._signal or (0.5 if is_time and rank() == 0 else 0)))
+        self._stop = int(wish)  # a signal that comes from now on is the next step's
         return bool(wish) or step % self._save_every == 0 or step == self._num_steps
 
     def save(
@@ -539,7 +558,8 @@ class Session:
             training: Tensors and JSON values that training goes on from; None for no checkpoint.
 
         Raises:
-            UserError: If the weights are not finite, the disk is full (and that is to stop the run), or it refuses.
+            UserError: If the weights are not finite, the disk is full (and that is to stop the run) or refuses, or the
+                run folder was moved or removed.
         """
         if not (is_best or training):
             return
@@ -559,6 +579,8 @@ class Session:
         best = self._folder / "checkpoints" / "best"
 
         def write_best() -> None:
+            if place := displaced(self._folder):
+                self._rescue(step, place, weights)
             self._check_space(size)
             if is_best:
                 with commit_folder(best) as temporary:
@@ -588,6 +610,16 @@ class Session:
         return {
             name: tensor.detach().to("cpu", copy=self._config.background) for name, tensor in tensors.items()
         }
+
+    def _rescue(self, step: int, place: str, weights: Mapping[str, torch.Tensor]) -> NoReturn:
+        """Keep the weights of a run whose folder is gone, and end it."""
+        rescue = self._folder.with_name(f"{self._folder.name}-rescued")
+        with commit_folder(rescue) as temporary:
+            self._policy.save(temporary, weights)
+        text = f"{self._folder}: {place} while the run was writing to it; the weights of step {step} are in {rescue}"
+        raise UserError(
+            f"{text}; move it back to go on with --resume" if place.startswith("moved to") else text
+        )
 
     def _check_space(self, size: int) -> None:
         free = shutil.disk_usage(self._folder).free

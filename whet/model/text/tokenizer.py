@@ -158,6 +158,11 @@ class Tokenizer:
         index = min(n for n in self._texts | other._texts if self._texts.get(n) != other._texts.get(n))
         return f"id {index} is {self._texts.get(index)!r:.40} here and {other._texts.get(index)!r:.40} there"
 
+    @functools.cached_property
+    def longest(self) -> int:
+        """Characters of the longest token, at most: a text of more than n times as many has more than n tokens."""
+        return max(map(len, self._texts.values()), default=1)
+
     def encode(self, text: str) -> list[int]:
         """Turn text into ids; control tokens spelt out in the text become their single id; BOS is never added.
 

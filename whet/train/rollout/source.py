@@ -538,7 +538,6 @@ class RolloutSource:
             missing = self._num_prompts - int(total)
             if missing <= 0:
                 break
-            missing += -missing % world_size()
             more = self._work(missing)()
             num_refilled += missing
             rollout = Rollout(
