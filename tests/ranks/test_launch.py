@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from gloo import launch_ranks, start_server
+from gloo import launch_ranks, make_store, start_server
 
 from whet.__main__ import run
 from whet.ranks import launch
@@ -137,6 +137,15 @@ def test_the_end_of_a_job(function, statuses: list[int], said: str, tmp_path: Pa
     assert said in output
     assert output.count("rank 0 speaks") <= 1
     assert "rank 1 speaks" not in output, "only rank 0 prints"
+
+
+def test_ranks_that_are_started_again_do_not_hear_of_the_attempt_before(tmp_path: Path) -> None:
+    """torchrun keeps the store: what the first attempt left in it ended the second one."""
+    start_server()
+    store = make_store()
+    assert [status for status, _ in launch_ranks(tmp_path, killed, store=store)] == [1, -9]
+    found = launch_ranks(tmp_path, work, store=store)
+    assert [status for status, _ in found] == [0, 0], found
 
 
 def test_what_several_ranks_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
