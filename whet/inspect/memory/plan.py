@@ -151,7 +151,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     f"{CHECKPOINT} {MASTER} --optim.offload-state --optim.offload-inputs": BOTH
     | {"offload_state": True, "offload_inputs": True},
 }
-
+IN_SHARDS: dict[str, dict[str, Any]] = {
+    **{words: OPTIONS[words] for words in (CHECKPOINT, MASTER, f"{CHECKPOINT} {MASTER}")},
+    f"{CHECKPOINT} {MASTER} --parallel.gather layer": BOTH | {"gathers_whole": False},
+    f"{CHECKPOINT} {MASTER} --parallel.offload": BOTH | {"offloads_shards": True},
+    f"{CHECKPOINT} {MASTER} --parallel.offload --parallel.gather layer": BOTH
+    | {"offloads_shards": True, "gathers_whole": False},
+}
+"""The same for weights in shards, whose moments are not in 8 bits, and which have their own way into host memory."""
 
 CARDS_GB, CARD_TOKENS, CARD_RANK, CARD_SHARE = (8, 16, 24), 1024, 16, 0.9
 """Cards, tokens of the one sequence in a micro-batch, rank of adapters, and what of a card is not fragments."""
@@ -576,7 +583,7 @@ def _advice(work: Workload, memory_gib: float) -> str:
     if found is not None:
         rows = f" --policy.max-rows {found.rows}" if work.rows else ""
         return f"fits {memory_gib:g} GiB with at most: --optim.token-budget {found.token_budget}{rows}"
-    for words, options in OPTIONS.items():
+    for words, options in (OPTIONS if work.num_shards == 1 else IN_SHARDS).items():
         if "offload" in words and work.device != "cuda":
             continue
         if (found := fit(replace(work, **options), int(memory_gib * GIB))) is not None:
