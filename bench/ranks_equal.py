@@ -246,6 +246,9 @@ PROGRAMS: dict[str, Callable[[Path, Path, ParallelConfig], None]] = {
     "grpo": _rl,
     "grpo, stale": lambda *where: _rl(*where, off_policy=OffPolicyConfig(staleness=1)),
     "ppo with a reference": lambda *where: _rl(*where, algo=PPO),
+    "ppo, a rank without tokens": lambda *where: _rl(
+        *where, algo=replace(PPO, num_minibatches=1), num_prompts=1
+    ),
     "sft, lora": lambda *where: _sft(*where, lora=LORA),
     "grpo, lora": lambda *where: _rl(*where, lora=LORA),
     "ppo with a reference, lora": lambda *where: _rl(*where, algo=PPO, lora=LORA),

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from gloo import launch_ranks, make_store, start_server
 
 from whet.__main__ import run
@@ -57,6 +59,14 @@ def killed() -> int:
     return work()
 
 
+def killed_in_an_exchange_of_pytorchs() -> int:
+    barrier()
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+    return 0
+
+
 def killed_while_busy() -> int:
     launch.GRACE_S = 1.0
     barrier()
@@ -103,6 +113,7 @@ GONE = "whet: error: rank 1 is gone (killed?)"
         (bug_on_one, [1, 1], "rank 1: Traceback"),
         (killed, [1, -9], GONE),
         (killed_while_busy, [1, -9], GONE),
+        (killed_in_an_exchange_of_pytorchs, [1, -9], GONE),
         (
             stopped,
             [1, -9],

@@ -107,6 +107,9 @@ def _describe(error: BaseException, job: Job | None) -> tuple[int, str]:
         with contextlib.redirect_stderr(stderr):
             status = guard(again)
     except BaseException as bug:
+        # Inside a backward pass PyTorch's own exchanges notice first that a rank is gone.
+        if isinstance(bug, RuntimeError) and job is not None and (missing := job.missing(with_stopped=True)):
+            return 1, f"whet: error: {missing}; {RESUME}\n"
         return 1, f"rank {os.environ['RANK']}: {''.join(traceback.format_exception(bug))}"
     return status, stderr.getvalue()
 
