@@ -68,7 +68,7 @@ def test_ranks_that_share_a_model_train_as_one_process(tmp_path: Path) -> None:
     base = equal.make_bases(tmp_path)
     jobs = [
         ("sft, muon", "fsdp, kept between passes"),
-        ("ppo with a reference", "fsdp, layer by layer"),
+        ("ppo, a rank without tokens", "fsdp, layer by layer"),
     ]
     for program, _ in jobs:
         equal.run(program, "replicate", base, tmp_path / "one" / program)
