@@ -158,8 +158,8 @@ def samples_of(folder: str) -> Counter[tuple[Any, ...]]:
 def battery(kills: int, workers: int, steps: int, init: str) -> dict[str, Any]:
     """Kill random workers of a run; compare its weights and samples with those of an undisturbed run in one process.
 
-    Kills are spread evenly over the steps, no more than one in each, at a random moment of it: a clock would kill faster
-    than a busy machine works, and a run ends, as it shall, when four workers die with the same work.
+    Kills are spread evenly over the steps, no more than one in each, at a random moment of it: a clock would kill
+    faster than a busy machine works, and a run ends, as it shall, when four workers die with the same work.
     """
     with tempfile.TemporaryDirectory() as folder:
         alone_config = make_config(Path(folder) / "alone", steps, 0, init)

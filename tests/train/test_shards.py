@@ -108,6 +108,19 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "checkpoints" / "step_00000004" / "model.safetensors")
 
 
+def train_compiled(out: str) -> None:
+    warnings.simplefilter("ignore")
+    config = tiny(Path(out))
+    compiled = replace(config.optim, compile=True, compile_backend="aot_eager")  # without Inductor's minute
+    sft.train(replace(config, optim=compiled))
+
+
+def test_layers_in_shards_can_be_compiled(tmp_path: Path) -> None:
+    assert run_ranks(2, train, str(tmp_path / "plain")) == [None, None]
+    assert run_ranks(2, train_compiled, str(tmp_path / "compiled")) == [None, None]
+    assert_equal(weights(tmp_path / "compiled"), weights(tmp_path / "plain"), exactly=False)
+
+
 def test_a_run_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
     """Bitwise with as many, up to rounding with others, from what one process and what several wrote."""
     run, kept = tmp_path / "run", tmp_path / "kept"
