@@ -192,7 +192,9 @@ def battery(kills: int, workers: int, steps: int, init: str) -> dict[str, Any]:
             try:
                 next(run)
             except StopIteration as end:
-                policy = end.value
+                policy: Policy = end.value
+            else:
+                raise AssertionError("a run of more steps than it was asked for")
         seconds = time.perf_counter() - began
         rows = read_metrics(Path(config.out))
         one, other = samples_of(alone_config.out), samples_of(config.out)
