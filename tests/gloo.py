@@ -93,11 +93,16 @@ def _be_rank(
     os._exit(0)
 
 
+def make_store() -> TCPStore:
+    """Return the store that torchrun holds, for all attempts of a job."""
+    return TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+
+
 def launch_ranks(
-    folder: Path, function: Callable[[], int], *, limit_s: float = 20.0
+    folder: Path, function: Callable[[], int], *, store: TCPStore | None = None, limit_s: float = 20.0
 ) -> list[tuple[int | None, str]]:
     """Run `whet.ranks.launch.run_rank` in two processes, as torchrun would; return exit status and stderr of each."""
-    store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)  # as torchrun holds it
+    store = make_store() if store is None else store
     ranks = [
         _context.Process(target=_launch, args=(str(folder / f"{rank}"), rank, store.port, function))
         for rank in range(2)

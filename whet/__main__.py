@@ -374,10 +374,14 @@ def _check_recipe(theirs: str, config: Any) -> None:
     program.check(inner.config, True)
 
 
-def _start(program: Program, config: object, resume: bool | int) -> None:
+def _start(program: Program, config: Any, resume: bool | int) -> None:
     if not program.resumable:
         program.main(config)
         return
+    if program.shared and "TORCHELASTIC_RESTART_COUNT" in os.environ and resume is False:
+        from whet.ranks.launch import was_restarted
+
+        resume = was_restarted(Path(config.out))
     try:
         program.main(config, resume=resume)
     except KeyboardInterrupt:

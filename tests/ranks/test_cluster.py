@@ -63,7 +63,7 @@ RECIPES = Path(__file__).parents[2] / "docs/cluster"
 def commands(text: str) -> list[list[str]]:
     """The words after `whet` of all commands in a text."""
     joined = re.sub(r"\\\\\n\s*", "", text)
-    found = re.findall(r"(?m)^\s*(?:launch|whet) ((?:doctor|rl) .*?)(?: &)?$", joined)
+    found = re.findall(r"(?m)^\s*(?:RESTARTS=\d )?(?:launch|whet) ((?:doctor|rl) .*?)(?: &)?$", joined)
     return [shlex.split(re.sub(r'"?\$\{?RESUME.*', "", line).replace('"$RUN"', "runs/x")) for line in found]
 
 

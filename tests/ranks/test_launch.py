@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from gloo import launch_ranks, start_server
+import torch
+import torch.distributed as dist
+from gloo import launch_ranks, make_store, start_server
 
 from whet.__main__ import run
 from whet.ranks import launch
@@ -57,6 +59,14 @@ def killed() -> int:
     return work()
 
 
+def killed_in_an_exchange_of_pytorchs() -> int:
+    barrier()
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+    return 0
+
+
 def killed_while_busy() -> int:
     launch.GRACE_S = 1.0
     barrier()
@@ -103,6 +113,7 @@ GONE = "whet: error: rank 1 is gone (killed?)"
         (bug_on_one, [1, 1], "rank 1: Traceback"),
         (killed, [1, -9], GONE),
         (killed_while_busy, [1, -9], GONE),
+        (killed_in_an_exchange_of_pytorchs, [1, -9], GONE),
         (
             stopped,
             [1, -9],
@@ -137,6 +148,15 @@ def test_the_end_of_a_job(function, statuses: list[int], said: str, tmp_path: Pa
     assert said in output
     assert output.count("rank 0 speaks") <= 1
     assert "rank 1 speaks" not in output, "only rank 0 prints"
+
+
+def test_ranks_that_are_started_again_do_not_hear_of_the_attempt_before(tmp_path: Path) -> None:
+    """torchrun keeps the store: what the first attempt left in it ended the second one."""
+    start_server()
+    store = make_store()
+    assert [status for status, _ in launch_ranks(tmp_path, killed, store=store)] == [1, -9]
+    found = launch_ranks(tmp_path, work, store=store)
+    assert [status for status, _ in found] == [0, 0], found
 
 
 def test_what_several_ranks_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_ranks_that_share_a_model_train_as_one_process(tmp_path: Path) -> None:
     base = equal.make_bases(tmp_path)
     jobs = [
         ("sft, muon", "fsdp, kept between passes"),
-        ("ppo with a reference", "fsdp, layer by layer"),
+        ("ppo, a rank without tokens", "fsdp, layer by layer"),
     ]
     for program, _ in jobs:
         equal.run(program, "replicate", base, tmp_path / "one" / program)
@@ -106,6 +106,19 @@ def train_replicated(out: str, resume: int, deterministic: str) -> None:
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "checkpoints" / "step_00000004" / "model.safetensors")
+
+
+def train_compiled(out: str) -> None:
+    warnings.simplefilter("ignore")
+    config = tiny(Path(out))
+    compiled = replace(config.optim, compile=True, compile_backend="aot_eager")  # without Inductor's minute
+    sft.train(replace(config, optim=compiled))
+
+
+def test_layers_in_shards_can_be_compiled(tmp_path: Path) -> None:
+    assert run_ranks(2, train, str(tmp_path / "plain")) == [None, None]
+    assert run_ranks(2, train_compiled, str(tmp_path / "compiled")) == [None, None]
+    assert_equal(weights(tmp_path / "compiled"), weights(tmp_path / "plain"), exactly=False)
 
 
 def test_a_run_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
@@ -305,8 +318,8 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from whet.model.config import ModelConfig
 from whet.model.families import to_hf
-from whet.model.weights import build_model, load_model
-from whet.ranks.fsdp import ParallelConfig
+from whet.model.weights import build_model, load_model, save_model
+from whet.ranks.fsdp import ParallelConfig, whole_copies
 from whet.train.optim.step import shard_layers
 
 folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
@@ -341,22 +354,28 @@ def status(key):
 
 shard = None
 if ranks > 1:
-    torch.distributed.init_process_group("fake", rank=ranks // 2, world_size=ranks, store=FakeStore())
+    number = 0 if len(sys.argv) > 4 else ranks // 2  # rank 0 writes
+    torch.distributed.init_process_group("fake", rank=number, world_size=ranks, store=FakeStore())
     config = ParallelConfig(kind="fsdp")
     with torch.device("meta"):  # what PyTorch imports for it is not counted
         shard_layers(build_model(ModelConfig(num_layers=1)), config, torch.device("cpu"))
     shard = partial(shard_layers, config=config, device=torch.device("cpu"))
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-load_model(folder, shard=shard)
+model, _ = load_model(folder, shard=shard)
+if len(sys.argv) > 4:
+    weights = whole_copies(dict(model.named_parameters()))
+    save_model(model, folder / "saved", weights=weights, shard_bytes=int(sys.argv[4]))
 print(json.dumps({"weights": 4 * sum(p.numel() for p in model.parameters()), "peak": status("VmHWM") - before}))
 """
 
 
-def peak_of_loading(folder: Path, ranks: int, shape: dict[str, int]) -> tuple[int, int]:
-    """Return the bytes of a model in float32 and the most that one of some ranks holds while it loads it."""
+def peak_of_loading(folder: Path, ranks: int, shape: dict[str, int], file_bytes: int = 0) -> tuple[int, int]:
+    """Return the bytes of a model in float32 and the most that one of some ranks holds while it loads it, and saves it
+    in files of some size."""
+    more = [str(file_bytes)] if file_bytes else []
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(folder), str(ranks), json.dumps(shape)],
+        [sys.executable, "-c", LOAD, str(folder), str(ranks), json.dumps(shape), *more],
         capture_output=True,
         text=True,
         check=False,
@@ -375,3 +394,6 @@ def test_no_rank_ever_holds_the_whole_model(tmp_path: Path) -> None:
     assert peak > weights
     weights, peak = peak_of_loading(tmp_path / "eighth", 8, shape)
     assert weights / 8 < peak < 1.5 * weights / 8 + 32e6
+    # Rank 0 gathers the whole of it once, to write it.
+    weights, peak = peak_of_loading(tmp_path / "saved", 8, shape, file_bytes=40_000_000)
+    assert weights < peak < weights * 9 / 8 + 40e6

@@ -9,8 +9,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import json
 import os
 import re
+import secrets
 import signal
 import sys
 import threading
@@ -24,19 +26,41 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from whet.cli import guard
-from whet.ranks.collectives import RankError, barrier
+from whet.ranks.collectives import RankError, all_reduce_max, barrier, on_main
 from whet.types import UserError
 
 TIMEOUT_VARIABLE = "WHET_COLLECTIVE_TIMEOUT_S"
 COLLECTIVE_LIMIT_S = 600.0
 JOIN_LIMIT = timedelta(minutes=30)
+MEET_S = 0.05
+"""Seconds between looks for rank 0."""
 GRACE_S = 10.0
 """Seconds that a rank may still run after another has failed."""
 RESUME = "the same command with --resume continues from the last checkpoint"
+
+
+def was_restarted(folder: Path) -> bool:
+    """Say whether torchrun has started these ranks again (--max-restarts) after they began the run in a folder.
+
+    Args:
+        folder: The run folder; all ranks ask.
+    """
+    # Each node counts the failures of its own ranks alone.
+    if not all_reduce_max(float(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))):
+        return False
+
+    def is_ours() -> bool:
+        try:
+            recorded = json.loads((folder / "environment.json").read_bytes())["environment"]
+        except (OSError, ValueError, KeyError):
+            return False
+        return recorded.get("TORCHELASTIC_RUN_ID") == os.environ["TORCHELASTIC_RUN_ID"]
+
+    return on_main(is_ours)
 
 
 def run_rank(function: Callable[[], int]) -> NoReturn:
@@ -83,6 +107,9 @@ def _describe(error: BaseException, job: Job | None) -> tuple[int, str]:
         with contextlib.redirect_stderr(stderr):
             status = guard(again)
     except BaseException as bug:
+        # Inside a backward pass PyTorch's own exchanges notice first that a rank is gone.
+        if isinstance(bug, RuntimeError) and job is not None and (missing := job.missing(with_stopped=True)):
+            return 1, f"whet: error: {missing}; {RESUME}\n"
         return 1, f"rank {os.environ['RANK']}: {''.join(traceback.format_exception(bug))}"
     return status, stderr.getvalue()
 
@@ -125,17 +152,17 @@ class Job:
             raise UserError(f"this rank cannot join the others ({error}); start it with torchrun") from None
         if self._rank:
             sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - only rank 0 prints
-        self._store = PrefixStore("whet", store.clone())  # pyright: ignore - own connection: no collective blocks it
-        self._store.set(f"process/{self._rank}", _process(os.getpid()))
-        names = [f"process/{place}" for place in range(world_size)]
-        self._store.wait(names, JOIN_LIMIT)
-        self._processes = [self._store.get(name).decode() for name in names]
+        try:
+            attempt, self._processes = _meet(store, self._rank, world_size)
+        except RuntimeError as error:  # the store's
+            raise UserError(f"this rank lost the others while all joined ({error}); {RESUME}") from None
+        self._store = PrefixStore(f"whet/{attempt}", store.clone())  # pyright: ignore - own connection: no collective blocks it
         has_gpu = 0 < num_local <= torch.cuda.device_count()
         if has_gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
-            store=store,
+            store=PrefixStore(attempt, store),
             rank=self._rank,
             world_size=world_size,
             timeout=limit,
@@ -213,6 +240,43 @@ class Job:
         time.sleep(GRACE_S)
         self.kill_stopped()
         os._exit(1)
+
+
+def _meet(store: Store, number: int, count: int) -> tuple[str, list[str]]:
+    """Agree with the other ranks on a name for this attempt, under which they exchange everything else.
+
+    torchrun keeps one store for all attempts of a job (--max-restarts): an error that ended one would end the next.
+
+    Args:
+        store: The store of the rendezvous.
+        number: This rank.
+        count: How many there are.
+
+    Returns:
+        The name, and the processes of all ranks, in order.
+    """
+    mine = f"{secrets.token_hex(8)} {_process(os.getpid())}"
+    if not number:
+        name = secrets.token_hex(8)
+        keys = [f"{name}/rank/{place}" for place in range(count)]
+        store.set(keys[0], mine)
+        store.set("attempt", name)
+        store.wait(keys, JOIN_LIMIT)
+        found = [store.get(key).decode() for key in keys]
+        store.set(f"{name}/all", json.dumps(found))
+        return name, [each.partition(" ")[2] for each in found]
+    end, told = time.monotonic() + JOIN_LIMIT.total_seconds(), ""
+    while time.monotonic() < end:
+        # At first perhaps the attempt's before, whose rank 0 never answers.
+        name = store.get("attempt").decode()
+        if name != told:
+            store.set(f"{name}/rank/{number}", mine)
+            told = name
+        found = json.loads(store.get(f"{name}/all")) if store.check([f"{name}/all"]) else []
+        if found and found[number] == mine:
+            return name, [each.partition(" ")[2] for each in found]
+        time.sleep(MEET_S)
+    raise RuntimeError(f"rank 0 did not come within {JOIN_LIMIT}")
 
 
 def _collective_limit() -> timedelta:

@@ -30,7 +30,7 @@ from whet.types import Problem, UserError
 
 PUSHES = "pushes.json"
 """File of a run's folder: the commits on the hub that it became."""
-ENVIRONMENT_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+ENVIRONMENT_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "TORCHELASTIC_RUN_ID")
 """The only variables that are recorded: others may contain secrets."""
 
 

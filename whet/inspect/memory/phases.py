@@ -94,6 +94,11 @@ class Workload:
         image_tokens: Tokens of a prompt's images, which its length counts, too; 0 for none.
         num_images: Images that are encoded in the run, each one time.
         trains_tower: Whether what turns images into embeddings is trained.
+        num_shards: Ranks among which weights, gradients and optimizer state are divided; 1 for none.
+        is_resharded: Whether a layer that was gathered for a pass is dropped after it.
+        gathers_whole: Whether sampling and scoring gather all layers at once.
+        num_ahead: Layers that are gathered before their turn.
+        offloads_shards: Whether the shares are in host memory.
     """
 
     shape: ModelConfig
@@ -131,6 +136,11 @@ class Workload:
     image_tokens: int = 0
     num_images: int = 0
     trains_tower: bool = False
+    num_shards: int = 1
+    is_resharded: bool = True
+    gathers_whole: bool = True
+    num_ahead: int = 0
+    offloads_shards: bool = False
 
     @property
     def micro_sequences(self) -> int:
@@ -593,6 +603,47 @@ def gradient_bytes(work: Workload) -> list[int]:
     return [size.numel() * _trained_bytes(work, name) for name, size in trained_shapes(work)]
 
 
+def sharded_parts(work: Workload) -> tuple[int, list[int]]:
+    """Return the bytes of what shards divide: in no layer, and in each layer; matrices in few bits are whole on every
+    rank."""
+    packed, layers, outer = packed_kinds(work), [0] * work.shape.num_layers, 0
+    for name, size in parameter_shapes(work.shape):
+        if name in packed:
+            continue
+        number = (
+            None if name.startswith(TOWER) else next((int(w) for w in name.split(".") if w.isdigit()), None)
+        )
+        if number is None:
+            outer += size.numel() * work.parameter_bytes
+        else:
+            layers[number] += size.numel() * work.parameter_bytes
+    return outer, layers
+
+
+def _gathered(work: Workload, *, is_training: bool = False, models: int = 1) -> dict[str, int]:
+    """Return the bytes of weights that are gathered from the ranks at a phase's peak, beside the shares.
+
+    What is in no layer stays gathered. A layer is received in one piece, and copied to where it is read.
+
+    Args:
+        work: The shapes, and how they are divided.
+        is_training: Whether a backward pass follows, for which a layer may be kept.
+        models: Models that are gathered together.
+    """
+    if work.num_shards == 1:
+        return {}
+    outer, layers = sharded_parts(work)
+    one = max(layers)
+    is_whole = not work.is_resharded if is_training else work.gathers_whole
+    inner = sum(layers) + one * is_training if is_whole else (2 + work.num_ahead) * one
+    return {"gathered weights": models * (outer + min(inner, sum(layers) + one))}
+
+
+def _share(work: Workload, num_bytes: int) -> int:
+    """Return the bytes of what is divided that a rank's device holds."""
+    return 0 if work.offloads_shards else -(-num_bytes // work.num_shards)
+
+
 def adapter_bytes(work: Workload) -> int:
     """Return the bytes of the adapters' own tensors; PiSSA keeps where they started."""
     own = [(name, 4 * size.numel()) for name, size in trained_shapes(work) if name.endswith(SIDE_NAMES)]
@@ -657,13 +708,17 @@ def phases(work: Workload) -> list[Phase]:
         kept = kept | {"kept activations": work.kept_bytes}
     if work.rows:
         cache = {"kv cache": cache_bytes(work)}
-        found.append(Phase("rollout", kept | packed | cache | _rollout(work)))
+        found.append(Phase("rollout", kept | packed | cache | _gathered(work) | _rollout(work)))
         if work.overlap != "off" or cache_bytes(work) <= KEPT_CACHE:
             kept = kept | cache  # the engine keeps its cache during training
     if work.has_measuring:
-        found.append(Phase("scoring", kept | packed | _scoring(work, sum(sizes))))
+        models = 1 + (work.has_reference + work.has_critic) * (not work.lora.rank)
+        found.append(
+            Phase("scoring", kept | packed | _gathered(work, models=models) | _scoring(work, sum(sizes)))
+        )
     beside = {} if work.overlap == "off" else {"rollout beside": _rollout(work)["activations"]}
-    found.append(Phase("backward", kept | _backward(work, sizes) | beside))
+    gathered = _gathered(work, is_training=True)
+    found.append(Phase("backward", kept | gathered | _backward(work, sizes) | beside))
     if work.is_native:
         packed = {"packed weights": packed_bytes(work, in_training=True)}
     found.append(Phase("optimizer step", kept | packed | _update(work)))
@@ -789,8 +844,9 @@ def row_state_bytes(shape: ModelConfig, product_bytes: int) -> int:
 
 def _kept(work: Workload) -> dict[str, int]:
     """Return the bytes that live from the first step to the last."""
-    shape, model = work.shape, weight_bytes(work)
+    shape, model = work.shape, _held_bytes(work)
     state = 0 if work.offload_state else state_bytes(work)
+    state = state if work.lora.rank else _share(work, state)  # adapters are whole on every rank
     tables = table_bytes(work) * shape.max_positions
     own = adapter_bytes(work)
     parts = {"weights": model + tables} | ({"adapters": own} if own else {}) | {"optimizer": state}
@@ -825,6 +881,13 @@ def packed_kinds(work: Workload) -> Mapping[str, tuple[Kind, torch.Size, bool]]:
         if kind in ("nf4", "int8"):
             found[name] = kind, torch.Size(place.shape), place.is_experts
     return found
+
+
+def _held_bytes(work: Workload) -> int:
+    """Return the bytes of the model's parameters that a rank holds."""
+    outer, layers = sharded_parts(work)
+    divided = outer + sum(layers)
+    return weight_bytes(work) - divided + _share(work, divided)
 
 
 def weight_bytes(work: Workload) -> int:
@@ -988,6 +1051,14 @@ def _backward(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
         table = 0  # frozen
     earlier = sum(gradients) if micro.count > 1 and not work.update_in_backward else 0
     whole = max(gradients) if work.update_in_backward else sum(gradients)
+    exchanged = 0
+    if work.num_shards > 1 and not work.lora.rank:
+        # Those of one layer as they were computed, and as they are sent.
+        outer, layers = sharded_parts(work)
+        exchanged = 2 * max(max(layers), outer)
+        earlier, whole = _share(work, earlier), _share(work, whole) + exchanged
+        if not work.is_resharded and micro.count > 1:  # exchanged once, behind the last of a step's passes
+            earlier = outer + sum(layers)
     # The peak is in the head (all activations, logits), in the last layer, or at the end (all gradients).
     inside = again + backward_bytes(work, tokens, micro.sequences, shape.layers[-1])
     packed = packed_bytes(work, in_training=True)
@@ -1004,7 +1075,7 @@ def _backward(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
         },
         {
             "activations": stored + frame + inside,
-            "gradients": earlier + table,
+            "gradients": earlier + table + exchanged,
             "packed weights": packed + (one if work.is_native else 0),
         },
         {
@@ -1093,7 +1164,8 @@ def _update(work: Workload) -> dict[str, int]:
         copies = (4 if has_kernels else 12) * min(max(sizes), CHUNK[work.device])
     else:
         copies = 0 if has_kernels else 4 * count  # scaled by clipping
-    return parts | {"gradients": sum(gradient_bytes(work)) + copies}
+    total = sum(gradient_bytes(work)) + copies
+    return parts | {"gradients": total if work.lora.rank else _share(work, total)}
 
 
 def _chunk_elements(work: Workload) -> int:

@@ -151,7 +151,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     f"{CHECKPOINT} {MASTER} --optim.offload-state --optim.offload-inputs": BOTH
     | {"offload_state": True, "offload_inputs": True},
 }
-
+IN_SHARDS: dict[str, dict[str, Any]] = {
+    **{words: OPTIONS[words] for words in (CHECKPOINT, MASTER, f"{CHECKPOINT} {MASTER}")},
+    f"{CHECKPOINT} {MASTER} --parallel.gather layer": BOTH | {"gathers_whole": False},
+    f"{CHECKPOINT} {MASTER} --parallel.offload": BOTH | {"offloads_shards": True},
+    f"{CHECKPOINT} {MASTER} --parallel.offload --parallel.gather layer": BOTH
+    | {"offloads_shards": True, "gathers_whole": False},
+}
+"""The same for weights in shards, whose moments are not in 8 bits, and which have their own way into host memory."""
 
 CARDS_GB, CARD_TOKENS, CARD_RANK, CARD_SHARE = (8, 16, 24), 1024, 16, 0.9
 """Cards, tokens of the one sequence in a micro-batch, rank of adapters, and what of a card is not fragments."""
@@ -188,7 +195,8 @@ class PlanConfig:
     memory_gib: float = 0.0
     """Memory of the device in GiB: suggests the largest rows and micro-batches that fit; 0 suggests none."""
     num_devices: int = 1
-    """Devices over which the textbook budget is sharded (whet itself keeps a full copy on each)."""
+    """Devices, with one rank on each: the plan is that of one, which has its part of a step's sequences, and with
+    parallel.kind = fsdp its share of the weights."""
     measure: bool = False
     """Run one step of the longest sequences here and print predicted against measured memory; with cluster measure what
     the parts of a step take here."""
@@ -217,6 +225,10 @@ class PlanConfig:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected {least} or more")
         self._check_cluster()
         is_set = bool(self.set or self.image_tokens or self.memory_gib or self.measure)
+        if self.measure and self.num_devices > 1 and not self.cluster:
+            raise ValueError(
+                f"num_devices = {self.num_devices} with measure: the step runs in one process; leave one out"
+            )
         if self.of == "model" and (is_set or self.length):
             raise ValueError(
                 "of = model reads num_devices only: leave out set, length, image_tokens, memory_gib and measure"
@@ -281,7 +293,7 @@ def main(config: PlanConfig) -> None:
     shape = policy_shape(run.policy) if policy is None else policy.model.config
     if config.device == "cpu" or (config.device == "auto" and _device_type(run.policy) == "cpu"):
         choose_kernels(shape, parameter_dtype(run.optim.precision), torch.device("cpu"))  # as the run will
-    work = workload(run, shape, config)
+    work = workload(run, shape, config, num_ranks=config.num_devices)
     predicted = phases(work)
     print(_headline(config, work))
     print(_table(predicted))
@@ -397,8 +409,16 @@ def policy_shape(policy: PolicyConfig) -> ModelConfig:
     return replace(policy.model, vocab_size=max(tokenizer.vocab_size, policy.padded_vocab_size))
 
 
-def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) -> Workload:
-    """Return the workload of a run with sequences of maximum length.
+def workload(
+    run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig, *, num_ranks: int = 1
+) -> Workload:
+    """Return the workload of one rank of a run with sequences of maximum length.
+
+    Args:
+        run: The recipe.
+        shape: Its model's.
+        config: Lengths and device.
+        num_ranks: Ranks that share a step's sequences, and the weights where these are sharded.
 
     Raises:
         UserError: If a length leaves no room for a prompt, or exceeds the context.
@@ -418,7 +438,19 @@ def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) 
         )
     seen = min(seen, length - least)
     trains_tower = run.policy.train_vision or any(name.startswith(TOWER) for name in run.lora.targets)
+    parallel, shards = run.parallel, 1
+    if parallel.kind == "fsdp":
+        shards = num_ranks // parallel.replicas
+        if not shards or num_ranks % parallel.replicas:
+            raise UserError(
+                f"parallel.replicas = {parallel.replicas}: expected a divisor of the {num_ranks} ranks"
+            )
     shared = Workload(
+        num_shards=shards,
+        is_resharded=parallel.reshard,
+        gathers_whole=parallel.gather == "whole",
+        num_ahead=parallel.prefetch,
+        offloads_shards=parallel.offload,
         shape=shape,
         precision=run.optim.precision,
         device=device,
@@ -444,15 +476,17 @@ def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) 
         trains_tower=trains_tower,
     )
     if isinstance(run, SFTConfig):
-        count = run.batch_size
+        count = -(-run.batch_size // num_ranks)
         return replace(
             shared, num_sequences=count, num_trained=length - 1 - seen, num_images=run.num_steps * count
         )
-    algo, samples = run.algo, run.num_prompts * run.group_size
+    prompts = -(-run.num_prompts // num_ranks)
+    algo, samples = run.algo, prompts * run.group_size
     automatic: AttentionKind = "exact" if device == "cpu" else "fast"
     has_reference, has_critic = algo.kl != "none", algo.baseline == "value"
     is_measured = run.off_policy.proximal == "recomputed" or algo.entropy_top_share < 1
     rows = min(run.policy.max_rows, samples)
+    keeps = run.overlap.mode == "off" and not run.off_policy.staleness and parallel.kind != "fsdp"
     return replace(
         shared,
         attention=automatic if run.policy.attention == "auto" else run.policy.attention,
@@ -467,9 +501,9 @@ def workload(run: RLConfig | SFTConfig, shape: ModelConfig, config: PlanConfig) 
         has_measuring=has_reference or has_critic or is_measured,
         has_entropy=algo.has_entropy_bonus,
         temperature=run.sampling.temperature,
-        num_requests=run.num_prompts,
-        num_images=run.num_steps * run.num_prompts,
-        kept_gib=run.kept_gib if run.overlap.mode == "off" and not run.off_policy.staleness else 0.0,
+        num_requests=prompts,
+        num_images=run.num_steps * prompts,
+        kept_gib=run.kept_gib if keeps else 0.0,
     )
 
 
@@ -514,8 +548,10 @@ def _device_type(policy: PolicyConfig) -> str:
 def _headline(config: PlanConfig, work: Workload) -> str:
     sampled = f", {work.rows:,} rows decoded together" if work.rows else ""
     seen = f", {work.image_tokens:,} of images" if work.image_tokens else ""
+    several = f", one of {config.num_devices} devices" if config.num_devices > 1 else ""
+    several += f", weights in {work.num_shards} shares" if work.num_shards > 1 else ""
     return (
-        f"whet {config.of} {config.recipe} on {work.device}, {work.precision}, {work.attention} attention\n"
+        f"whet {config.of} {config.recipe} on {work.device}, {work.precision}, {work.attention} attention{several}\n"
         f"sequences of {work.length:,} tokens{seen}{sampled}; {work.num_sequences:,} sequences per update, "
         f"{work.micro_sequences:,} in a micro-batch\n"
     )
@@ -547,7 +583,7 @@ def _advice(work: Workload, memory_gib: float) -> str:
     if found is not None:
         rows = f" --policy.max-rows {found.rows}" if work.rows else ""
         return f"fits {memory_gib:g} GiB with at most: --optim.token-budget {found.token_budget}{rows}"
-    for words, options in OPTIONS.items():
+    for words, options in (OPTIONS if work.num_shards == 1 else IN_SHARDS).items():
         if "offload" in words and work.device != "cuda":
             continue
         if (found := fit(replace(work, **options), int(memory_gib * GIB))) is not None:

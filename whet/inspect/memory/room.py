@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Collection
 from dataclasses import replace
@@ -50,6 +51,8 @@ def check_room(config: TrainConfig) -> list[str]:
     if work is None:
         return []
     free, what = _free(work.device)
+    if work.device == "cpu":
+        free //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks of one machine share its memory
     if isinstance(config, RLConfig):
         samples = config.num_prompts * config.group_size
         if (need := samples * SAMPLE_BYTES) > (host := free_memory()):
@@ -71,6 +74,8 @@ def check_room(config: TrainConfig) -> list[str]:
     least = replace(least, num_prompts=min(work.num_prompts, 1), num_requests=min(work.num_requests, 1))
     if (need := peak(least)) > free:
         advice = "--policy.quantize nf4" if config.lora.rank else "--optim lean, --lora.rank 16"
+        if _num_ranks(config) > 1:
+            advice += ", more ranks" if work.num_shards > 1 else ", --parallel.kind fsdp"
         raise UserError(
             f"the model with its gradients and optimizer needs {need / GIB:.1f} GiB, and {free / GIB:.1f} GiB of "
             f"{what} are free: try {advice}, or a smaller model (`whet plan` shows each part)"
@@ -150,23 +155,32 @@ def _work(config: TrainConfig) -> Workload | None:
         if config.optim.precision == "auto":
             # the run measures which; none that it takes needs more than float32
             config = replace(config, optim=replace(config.optim, precision="float32"))
-        shape = policy_shape(config.policy)
+        shape, ranks = policy_shape(config.policy), _num_ranks(config)
         if isinstance(config, DPOConfig | RFTConfig):
             # A pair is two sequences (its reference is scored before); what rft samples takes less than its training.
             count = 2 if isinstance(config, DPOConfig) else 1
             config = SFTConfig(
                 out=config.out,
                 policy=replace(config.policy, attention="auto"),
+                parallel=config.parallel,
                 optim=config.optim,
                 lora=config.lora,
                 batch_size=count * config.batch_size,
             )
         if isinstance(config, RLConfig):
-            return workload(config, shape, PlanConfig(recipe=config.out))
+            return workload(config, shape, PlanConfig(recipe=config.out), num_ranks=ranks)
         length = min(shape.max_positions, config.optim.token_budget, ROW_TOKENS)
-        return workload(config, shape, PlanConfig(recipe=config.out, of="sft", length=length))
+        return workload(
+            config, shape, PlanConfig(recipe=config.out, of="sft", length=length), num_ranks=ranks
+        )
     except UserError:
         return None
+
+
+def _num_ranks(config: TrainConfig) -> int:
+    """Return the ranks of the run: of this process's job, or those that Ray will start."""
+    started = config.cluster.trainer_ranks if isinstance(config, RLConfig) else 0
+    return max(started, int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def _free(device: str) -> tuple[int, str]:
