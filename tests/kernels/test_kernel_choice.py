@@ -52,7 +52,10 @@ def _nothing_chosen(monkeypatch: pytest.MonkeyPatch):
         # A decoding step in one call consists of the other two: without them it would give other bits than training.
         ({"product": 0.5, "attention": 2.0, "decode": 3.0}, {"attention"}),
         ({"product": 2.0, "attention": 0.5, "decode": 3.0}, {"product"}),
-        ({"product": 0.94, "attention": 1.0, "decode": 0.2}, {"attention"}),
+        ({"product": 0.94, "attention": 1.25, "decode": 0.2}, {"attention"}),
+        # Alone it has to be worth it in a whole step.
+        ({"product": 0.47, "attention": 1.12, "decode": 2.8}, set()),
+        ({"product": 0.95, "attention": 1.0, "decode": 0.2}, {"product", "attention"}),
         ({"product": 1.0}, {"product"}),
     ],
 )
@@ -67,6 +70,9 @@ def test_it_is_said_in_words() -> None:
         == f"{name}, 3.0x PyTorch"
     )
     assert dispatch.describe(Choice.of({"product": 0.8, "attention": 0.8})) == f"PyTorch ({name} was 0.8x)"
+    assert dispatch.describe(Choice.of({"product": 0.5, "attention": 1.12, "decode": 2.8})) == (
+        f"PyTorch ({name}: product 0.5x, attention 1.1x, decode 2.8x, too little in a whole step)"
+    )
     assert dispatch.describe(Choice.of({})) == f"PyTorch ({name} has no kernels for this shape)"
     partly = dispatch.describe(Choice.of({"product": 2.0, "attention": 0.5, "decode": 3.0}))
     assert partly == (

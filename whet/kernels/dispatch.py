@@ -37,6 +37,9 @@ OPERATIONS: tuple[Operation, ...] = ("product", "attention", "decode")
 """Products with norms, gates and the head; attention; a whole decoding step in one call, which needs the other two."""
 TIE = 0.95
 """For large float32 products both are near the machine's peak; timing cannot resolve a smaller difference."""
+ALONE = 1.25
+"""Attention alone is a small part of a training step: beside PyTorch's products its gain is lost in the step below this
+(1.12 in attention was 0.98 to 1.05 in a step, `bench/isa.py`)."""
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -54,11 +57,13 @@ class Choice:
 
     @classmethod
     def of(cls, ratios: Mapping[Operation, float]) -> Choice:
-        """Use the operations that are at least as fast as PyTorch."""
+        """Use the operations that are at least as fast as PyTorch, where a step gains by it."""
         used: set[Operation] = {name for name, ratio in ratios.items() if ratio >= TIE}
         # The decoding step has its own products and attention: with PyTorch's in the trainer, the bits would differ.
         if not {"product", "attention"} <= used:
             used.discard("decode")
+        if used == {"attention"} and ratios["attention"] < ALONE:
+            used.clear()
         return cls(frozenset(used), dict(ratios))
 
 
@@ -242,11 +247,12 @@ def describe(choice: Choice | None = None) -> str:
     choice = choice or _current or Choice()
     name, ratios = f"C++ {build.instruction_set()}", choice.ratios
     if not choice.used:
-        return (
-            f"PyTorch ({name} was {_mean(ratios.values()):.1f}x)"
-            if ratios
-            else f"PyTorch ({name} has no kernels for this shape)"
-        )
+        if not ratios:
+            return f"PyTorch ({name} has no kernels for this shape)"
+        if max(ratios.values()) < TIE:
+            return f"PyTorch ({name} was {_mean(ratios.values()):.1f}x)"
+        parts = ", ".join(f"{operation} {ratio:.1f}x" for operation, ratio in ratios.items())
+        return f"PyTorch ({name}: {parts}, too little in a whole step)"
     speeds = [ratios[operation] for operation in choice.used if operation in ratios]
     text = f"{name}, {_mean(speeds):.1f}x PyTorch" if speeds else name
     for operation in OPERATIONS:
