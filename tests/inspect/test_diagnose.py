@@ -121,7 +121,10 @@ RUNS["grpo with KL"] = replace(
 )
 
 
-@pytest.mark.parametrize("name", RUNS)
+OFTEN = ("gspo", "sft", "grpo with KL")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.ci] * (n not in OFTEN)) for n in RUNS])
 def test_sound_steps_pass(name: str) -> None:
     subject = Subject(RUNS[name])
     found = examine(subject, DiagnoseConfig(recipe="x", repeats=1, rounds=0), lambda text: None)

@@ -31,6 +31,7 @@ def checked(folder: str) -> tuple[bool, str, str]:
     return check_cluster(folder), shared_folder(Path(own), wait_s=0.2), own
 
 
+@pytest.mark.ci
 def test_two_ranks_share_a_folder_or_are_told_that_they_do_not(tmp_path: Path) -> None:
     for number, (is_well, wrong, own) in enumerate(run_ranks(2, checked, str(tmp_path))):
         assert is_well

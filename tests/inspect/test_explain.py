@@ -145,6 +145,7 @@ def test_costs_of_number_formats() -> None:
 
 
 @pytest.mark.parametrize("topic", list(explain.LESSONS))
+@pytest.mark.ci
 def test_each_topic_runs_alone(topic: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert __main__.main(["explain", "--topic", topic, "--out", str(tmp_path / "new")]) == 0
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"report.md", f"{topic}.png"}

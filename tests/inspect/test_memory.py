@@ -148,7 +148,12 @@ MORE: dict[str, RLConfig | SFTConfig] = {
 }
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.ci) for name in MORE)])
+OFTEN = ("plain", "autocast", "critic", "sft, long, checkpointed")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.ci] * (name not in OFTEN)) for name in CASES | MORE]
+)
 def test_prediction_is_within_a_tenth_of_what_is_alive(name: str) -> None:
     check((CASES | MORE)[name])
 
@@ -156,14 +161,26 @@ def test_prediction_is_within_a_tenth_of_what_is_alive(name: str) -> None:
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
     "name",
-    ["plain", "master, large vocabulary", "critic", "sft, long, checkpointed", "mlp", "8 bits, master"],
+    [
+        "plain",
+        *(
+            pytest.param(name, marks=pytest.mark.ci)
+            for name in (
+                "master, large vocabulary",
+                "critic",
+                "sft, long, checkpointed",
+                "mlp",
+                "8 bits, master",
+            )
+        ),
+    ],
 )
 def test_prediction_holds_without_a_compiler(name: str) -> None:
     check((CASES | MORE)[name])
 
 
 @pytest.mark.parametrize("operations", [("attention",), ("product",), ()])
-@pytest.mark.parametrize("name", ["plain", "sft"])
+@pytest.mark.parametrize("name", ["plain", pytest.param("sft", marks=pytest.mark.ci)])
 def test_prediction_knows_which_kernels_are_used(name: str, operations: tuple[Any, ...]) -> None:
     """Where a CPU's kernels are slower than PyTorch they are not used: there are no packed weights then."""
     with taken(Choice(frozenset(operations))):

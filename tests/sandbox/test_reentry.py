@@ -108,6 +108,7 @@ print("done")
 """
 
 
+@pytest.mark.ci
 def test_a_script_with_its_reward_in_it_trains(tmp_path: Path) -> None:
     """As every example of TRL has it: no guard, and the reward a few lines above the call."""
     script = start(tmp_path / "api.py", TRAINING, str(tmp_path))

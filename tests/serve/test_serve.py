@@ -243,6 +243,7 @@ def test_the_chat_page_holds_no_foreign_resource_and_no_secret(server: Running) 
     assert httpx.get(f"{server.url}/", headers={"host": "evil.example"}).status_code == 403
 
 
+@pytest.mark.ci
 def test_the_chat_page_asks_the_adapter_that_is_chosen(server: Running) -> None:
     """Two models are listed here, though this server has one: what the page sends is what counts."""
     cards = httpx.get(f"{server.url}/v1/models").json()["data"]
@@ -814,6 +815,7 @@ def test_images_are_what_the_engine_is_asked_about(seeing: Running) -> None:
     assert texts[0] != texts[2]
 
 
+@pytest.mark.ci
 def test_images_that_are_refused_get_one_clear_line(seeing: Running, server: Running) -> None:
     broken = png(uri(1))[:60]
     cases = [
@@ -856,6 +858,7 @@ def test_images_that_are_refused_get_one_clear_line(seeing: Running, server: Run
     assert seeing.post("/v1/chat/completions", fine).status_code == 200
 
 
+@pytest.mark.ci
 def test_files_of_images_are_not_kept_for_ever(seeing: Running) -> None:
     images = seeing.policy.model.images
     assert images is not None
@@ -867,6 +870,7 @@ def test_files_of_images_are_not_kept_for_ever(seeing: Running) -> None:
     )  # and those that the test above asked the engine about
 
 
+@pytest.mark.ci
 def test_the_chat_page_shows_the_model_images(seeing: Running, server: Running, tmp_path: Path) -> None:
     files = []
     for place in range(2):

@@ -238,6 +238,7 @@ while True:
 """
 
 
+@pytest.mark.ci
 def test_killed_at_any_time_old_or_new_is_whole(tmp_path: Path) -> None:
     generator = random.Random(0)
     for attempt in range(3):

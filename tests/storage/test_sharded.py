@@ -74,6 +74,7 @@ def folders(parent: Path, count: int) -> list[Path]:
     return found
 
 
+@pytest.mark.ci
 def test_two_ranks_then_three_then_one(tmp_path: Path) -> None:
     two, three = folders(tmp_path, 2)
     assert run_ranks(2, save, str(two)) == [None, None]

@@ -162,7 +162,7 @@ def test_problems_are_the_same_on_every_machine(name: str, expected: str) -> Non
     assert not {p.uid for p in every(other)} & {p.uid for p in every(task)}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.ci] * (n != "matrices")) for n in NAMES])
 def test_no_image_is_in_two_splits(name: str) -> None:
     """By what it shows, so that a held-out image was never seen, whatever was asked about it."""
     task = load_task(TaskConfig(name=name, level=1, num_problems=3000))
