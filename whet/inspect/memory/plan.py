@@ -188,7 +188,7 @@ class PlanConfig:
     memory_gib: float = 0.0
     """Memory of the device in GiB: suggests the largest rows and micro-batches that fit; 0 suggests none."""
     num_devices: int = 1
-    """Devices over which the textbook budget is sharded (whet itself keeps a full copy on each)."""
+    """Devices over which the textbook budget is sharded (what whet itself shards: --parallel.kind)."""
     measure: bool = False
     """Run one step of the longest sequences here and print predicted against measured memory; with cluster measure what
     the parts of a step take here."""
@@ -343,6 +343,7 @@ def read_recipe(config: PlanConfig, command: Sequence[str] = WHET) -> RLConfig |
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if line.strip()] or ["no message"]
         said = escape_controls(lines[-1].strip().removeprefix("whet: error: "))
+        said = said.replace(f": whet {config.of} own ", ": own ")  # in the place of this command's RECIPE
         raise UserError(f"whet {config.of} refuses: {said}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
