@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -78,7 +79,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "binary.jsonl").write_bytes(bytes(range(256)) * 20)
     (folder / "nan.jsonl").write_text('{"question": "a", "answer": NaN}\n' * 30)
     shutil.copytree(folder / "my-model", folder / "cut")
-    (folder / "cut" / "model.safetensors").write_bytes((folder / "my-model" / "model.safetensors").read_bytes()[:-1])
+    (folder / "cut" / "model.safetensors").write_bytes(
+        (folder / "my-model" / "model.safetensors").read_bytes()[:-1]
+    )
     (folder / "empty").mkdir()
     before = Path.cwd()
     os.chdir(folder)
@@ -441,6 +444,17 @@ def test_own_recipes_are_sized_by_the_machine(home: Path, monkeypatch: pytest.Mo
     lean = sized(9).optim
     assert (lean.precision, lean.adam_bits, lean.checkpoint_layers) == ("bfloat16_master", 8, True)
     assert sized(9, "optim.precision") == config  # the user decided; the run will say that it does not fit
+    assert sized(40) != config
+    many = rl_recipes.own()
+    many = replace(many, policy=config.policy, num_prompts=1_000_000)
+    before = time.process_time()
+    assert (
+        room.sized(many, frozenset({"num_prompts"})) == many
+    )  # no adapter makes a step of 8,000,000 samples fit
+    assert time.process_time() - before < 10
+    monkeypatch.setattr(room, "free_memory", lambda: 40 * 2**30)
+    (warning,) = room.check_room(many)
+    assert "lower num_prompts" in warning
 
 
 # What is not installed.
