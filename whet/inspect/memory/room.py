@@ -55,7 +55,8 @@ def check_room(config: TrainConfig) -> list[str]:
         if (need := samples * SAMPLE_BYTES) > (host := free_memory()):
             raise UserError(
                 f"num_prompts = {config.num_prompts:,} x group_size = {config.group_size:,}: {samples:,} samples of a "
-                f"step need {need / GIB:,.0f} GiB or more, and {host / GIB:.1f} GiB are free; lower num_prompts"
+                f"step need {need / GIB:,.0f} GiB or more, and {host / GIB:.1f} GiB are free; lower num_prompts or "
+                "group_size"
             )
     if (need := peak(_least(work))) > free:
         advice = "--policy.quantize nf4" if config.lora.rank else "--optim lean, --lora.rank 16"
