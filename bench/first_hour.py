@@ -222,7 +222,7 @@ class Hour:
             server = subprocess.Popen(words, stdout=file, stderr=file, cwd=self._folder, env=self._env)
         try:
             address = ""
-            for _ in range(600):
+            for _ in range(6000):
                 address = next((w for w in log.read_text().split() if w.startswith("http://")), "").rstrip(
                     ",;."
                 )

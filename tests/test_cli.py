@@ -706,7 +706,7 @@ def test_words_without_an_option() -> None:
 
     assert models("a", "b", "--name", "x") == Words(models=("a", "b"), name="x")
     assert models("--name", "x", "--models", "a") == Words(models=("a",), name="x")
-    with pytest.raises(UserError, match="needs a MODELS after it"):
+    with pytest.raises(UserError, match="needs a MODEL after it"):
         models()
     one = cli.parse("whet toy", Words, {}, ["x", "--models", "a"], positional="name").config
     assert one == Words(models=("a",), name="x")

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -77,6 +78,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "latin.csv").write_bytes("question,answer\ncafé,1\n".encode("latin-1"))
     (folder / "binary.jsonl").write_bytes(bytes(range(256)) * 20)
     (folder / "nan.jsonl").write_text('{"question": "a", "answer": NaN}\n' * 30)
+    shutil.copytree(folder / "my-model", folder / "cut")
+    (folder / "cut" / "model.safetensors").write_bytes(
+        (folder / "my-model" / "model.safetensors").read_bytes()[:-1]
+    )
     (folder / "empty").mkdir()
     before = Path.cwd()
     os.chdir(folder)
@@ -352,6 +357,27 @@ def test_recipes_are_listed_from_the_source_as_they_are(name: str) -> None:
     assert __main__.recipe_lines(name) == docs
 
 
+@pytest.mark.parametrize(
+    ("command", "word", "gone"),
+    [
+        ("diagnose", "RECIPE", ("--recipe", "--set")),
+        ("plan", "RECIPE", ("--recipe", "--set")),
+        ("probe", "MODEL", ("--models",)),
+        ("runs", "FOLDER", ("--folder",)),
+        ("explain", "clip,float}", ("--topic",)),
+    ],
+)
+def test_help_lists_words_as_words_and_no_option_that_is_refused(
+    command: str, word: str, gone: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = told(capsys, command, "--help")
+    assert status == 0
+    assert "positional arguments" in out
+    assert word in out.partition("positional arguments")[2].partition("options")[0]
+    assert not [option for option in gone if f" {option} " in out or f" {option}\n" in out]
+    assert "--dry-run" in out
+
+
 def test_listing_recipes_imports_no_torch() -> None:
     code = (
         "import sys; from whet.__main__ import main; main(['rl', '--help']); main(['--completion', 'bash']); "
@@ -418,6 +444,17 @@ def test_own_recipes_are_sized_by_the_machine(home: Path, monkeypatch: pytest.Mo
     lean = sized(9).optim
     assert (lean.precision, lean.adam_bits, lean.checkpoint_layers) == ("bfloat16_master", 8, True)
     assert sized(9, "optim.precision") == config  # the user decided; the run will say that it does not fit
+    assert sized(40) != config
+    many = rl_recipes.own()
+    many = replace(many, policy=config.policy, num_prompts=1_000_000)
+    before = time.process_time()
+    assert (
+        room.sized(many, frozenset({"num_prompts"})) == many
+    )  # no adapter makes a step of 8,000,000 samples fit
+    assert time.process_time() - before < 10
+    monkeypatch.setattr(room, "free_memory", lambda: 40 * 2**30)
+    (warning,) = room.check_room(many)
+    assert "lower num_prompts" in warning
 
 
 # What is not installed.
@@ -620,6 +657,11 @@ quantize my-model --bits 4 | '--bits' for 'whet quantize' (
 rl own --model my-model --data gone/rows.csv --dry-run | 'gone/rows.csv': no such file or folder
 rl own --model my-model --data latin.csv --dry-run | save the file as UTF-8
 rl own --model my-model --data binary.jsonl --dry-run | no row is good; check the file's format
+rl own --model cut --data questions.csv --dry-run | cut/model.safetensors: not a readable safetensors file
+plan my-model | 'my-model' is a model, not a recipe: own --model my-model
+explain rato | --topic: got 'rato', expected one of 'all', 'policy_gradient', 'ratio'
+infer nowhere --prompt hi | 'nowhere': no such run or folder
+serve my-model --policy.adapter a=nowhere | 'nowhere': no such run or folder
 rl own --model my-model --data nan.jsonl --dry-run | 'answer' is not a finite number, expected text
 """
 

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import MISSING, dataclass, field, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from whet.config import (
     closest,
@@ -130,6 +130,16 @@ _RUNS: dict[str, bool] = {
     "against": False,
 }
 """Fields, by their last words, that take a run (and whether its model is wanted): it is found by a short name."""
+_WORDS = {
+    "policy.init": "MODEL",
+    "task.name": "TASK",
+    "models": "MODEL",
+    "runs": "MODEL",
+    "adapters": "ADAPTER",
+    "what": "RUN OWNER/NAME",
+    "name": "OWNER/NAME",
+}
+"""Positional field -> what stands for it in the help, where that is not its own name."""
 MAX_LINE = 1000
 _DATA = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 _SWITCHES = {
@@ -258,10 +268,12 @@ def parse(
     start = _start(program, config_class, recipes, recipe, find_run) if recipes else None
     command = f"{program} {recipe}".rstrip()
     if "help" in switches:
-        named = [f"--{group} NAME: {', '.join(table)}" for group, table in (presets or {}).items()]
-        word = {"policy.init": "MODEL", "task.name": "TASK"}.get(positional, positional.upper())
-        usage = f"{command} {word}".strip()
-        _print_help(usage, config_class, start, named, resumable=resumable)
+        notes = [f"--{group} NAME: {', '.join(table)}" for group, table in (presets or {}).items()]
+        notes += [
+            f"  --field value   a field of the recipe, too: 'whet {name} RECIPE --help' lists them"
+            for name in list(passes or {})[:1]
+        ]
+        _print_help(command, config_class, start, notes, positional, bool(passes), resumable=resumable)
         raise SystemExit(0)
     resume: bool | int = "resume" in switches
     if resume and len(stray) == 1 and re.fullmatch(r"auto|[1-9]\d{0,17}" if has_steps else "auto", stray[0]):
@@ -286,9 +298,8 @@ def parse(
     for item in options(config_class):
         if item.default is MISSING and item.default_factory is MISSING and item.name not in data:
             if item.name == positional:
-                raise UserError(
-                    f"'{program}' needs a {item.name.upper()} after it ({program} --help says more)"
-                )
+                word = _WORDS.get(positional, positional.upper())
+                raise UserError(f"'{program}' needs a {word} after it ({program} --help says more)")
             example = (
                 "a new folder, as in --out runs/mine"
                 if item.name == "out"
@@ -760,9 +771,19 @@ def _switch_lines(*, resumable: bool) -> list[str]:
 
 
 def _print_help(
-    command: str, cls: type[Config], start: Config | None, named: Sequence[str], *, resumable: bool
+    command: str,
+    cls: type[Config],
+    start: Config | None,
+    notes: Sequence[str],
+    positional: str,
+    passes: bool,
+    *,
+    resumable: bool,
 ) -> None:
-    """Let tyro print every field with its docstring and, as the default, the value in `start`."""
+    """Let tyro print every field with its docstring and, as the default, the value in `start`.
+
+    What is written as a word is listed as one, and `set`, which collects the fields of a recipe, not at all.
+    """
     import tyro  # here, so that only --help pays for it
 
     off: list[str] = []
@@ -776,8 +797,22 @@ def _print_help(
                     object.__setattr__(start, name, from_dict(inner, {}, where=name))
                 off.append(f"'{name}' is off here; any --{name}.FIELD switches it on, from its defaults.")
     summary = (inspect.getdoc(cls) or "").partition("\n\n")[0]
-    description = "\n".join([summary, *_switch_lines(resumable=resumable), *named, *off])
+    description = "\n".join([summary, *_switch_lines(resumable=resumable), *notes, *off])
     options: dict[str, Any] = {} if start is None else {"default": start}
+    word, hints = _WORDS.get(positional, positional.upper()), leaves(cls)
+    told: list[tuple[str, Any, Any]] = []
+    for item in fields(cls):
+        if item.name == positional:
+            hint = tyro.conf.Positional[hints[positional]]
+            if get_origin(unwrap(hints[positional])[0]) is not Literal:  # whose values are its name
+                hint = Annotated[hint, tyro.conf.arg(metavar=word)]
+            told.append((item.name, hint, copy(item)))
+        elif item.name == "set" and passes:
+            told.append((item.name, tyro.conf.Suppress[hints["set"]], copy(item)))
+    if told:  # a class of the same fields, whose annotations say so
+        cls = make_dataclass(cls.__name__, told, bases=(cls,), frozen=True, kw_only=True)
+    elif positional:  # a field of a group has its option as well
+        command = f"{command} {word}"
     try:
         tyro.cli(
             cls,

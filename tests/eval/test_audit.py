@@ -106,6 +106,16 @@ def test_a_slow_judgement(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert failures(Judge(slow))["judgement"] == 2 * len(PROBLEMS)  # judged itself, and in the reward
 
+    once: set[str] = set()
+
+    def busy(problem: Problem, answer: str | None) -> bool:
+        """Slow the first time that an answer comes, as on a machine that does other work."""
+        time.sleep(0.0 if answer is None or answer in once else 0.1)
+        once.add(answer or "")
+        return answer == problem.answer
+
+    assert "judgement" not in failures(Judge(busy))
+
 
 def test_rewards_with_other_tags_and_senseless_weights() -> None:
     other = SCHEMAS["working_out_solution"]

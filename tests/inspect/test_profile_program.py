@@ -27,7 +27,9 @@ from whet.inspect.profile import trace as profile_trace
 from whet.inspect.profile.profile import (
     OTHERS,
     VARIANTS,
+    Phase,
     ProfileConfig,
+    has_trained,
     main,
     phases,
     run_tool,
@@ -367,9 +369,18 @@ def test_the_program_writes_its_files(
         assert html.escape(name) in page
         assert name in printed
     assert page.count("<rect") == 2 * 6  # one bar of six parts, and the legend
+    assert ("nothing was trained" in page, "nothing was trained" in printed) == (False, False)
     assert "WHET_NVTX=0:1 nsys profile -t cuda,nvtx,osrt" in printed
     assert "--nvtx-include policy_loss_backward/" in printed
     assert f"whet rl {recipe} --num-prompts=2 --out=" in printed
+
+
+def test_steps_that_train_on_nothing_say_so() -> None:
+    paths = [("step",), ("step", "policy_loss_backward"), ("step", "policy_loss_backward", "pack")]
+    found = [Phase(path, 1, 0.1, 0.1, 1.0, None, [0.1]) for path in paths]
+    assert not has_trained(found)
+    assert has_trained([*found, replace(found[2], path=(*paths[1], "forward"))])
+    assert not has_trained([*found, replace(found[2], path=("step", "scoring", "forward"))])
 
 
 def test_variants_are_profiled_in_one_command(

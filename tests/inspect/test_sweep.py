@@ -492,6 +492,12 @@ def test_plots_by_hand() -> None:
     points = [row | {"point": {name: getattr(row["point"], name) for name in BASE.__slots__}} for row in rows]
     seconds, training, memory = charts({"program": "rl", "stages": [{"name": "x", "points": points}]})
     assert [label for _, label in seconds["xs"]] == ["64", "256", "1,024"]
+    near = [
+        row | {"point": row["point"] | {"token_budget": n}}
+        for row, n in zip(points, (64, 1000, 1024), strict=True)
+    ]
+    (close, *_) = charts({"program": "rl", "stages": [{"name": "x", "points": near}]})
+    assert [label for _, label in close["xs"]] == ["64", "1,024"]  # 1,000 would be written over it
     (left, _), (middle, _), (right, _) = seconds["xs"]
     assert middle - left == pytest.approx(right - middle)  # logarithmic
     assert [label for _, label in seconds["ys"]] == ["0", "1", "2", "3", "4"]

@@ -384,7 +384,7 @@ def test_what_cannot_be_found_is_one_line(tmp_path: Path) -> None:
     refused(lambda: find_model(str(loop)), "its base is missing", "no config.json")
     refused(lambda: find_model(str(old), str(nameless)), "is an adapter itself")
     refused(lambda: find_model(str(base), str(base)), "no adapter_config.json")
-    refused(lambda: find_model(str(base), str(tmp_path / "none")), "no adapter_config.json")
+    refused(lambda: find_model(str(base), str(tmp_path / "none")), "no such run or folder")
     tied = make_adapter(tmp_path / "tied", ensure_weight_tying=True)
     add("base_model.model.model.embed_tokens.weight", torch.ones(40, 32))(tied)
     refused(

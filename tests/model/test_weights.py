@@ -21,7 +21,14 @@ from whet.model.attention import Packed
 from whet.model.config import ModelConfig, RopeScaling
 from whet.model.families import from_hf
 from whet.model.transformer import LanguageModel, init_weights
-from whet.model.weights import build_model, load_model, model_folder, resize_vocabulary, save_model
+from whet.model.weights import (
+    build_model,
+    check_weights,
+    load_model,
+    model_folder,
+    resize_vocabulary,
+    save_model,
+)
 from whet.storage.commit import MANIFEST, commit_folder
 from whet.types import UserError
 
@@ -117,7 +124,8 @@ def in_two_shards(folder: Path) -> dict[str, str]:
 )
 def test_wrong_tensors(folder: Path, change: Callable[[Any], object], part: str) -> None:
     change_tensors(folder, change)
-    refused(lambda: load_model(folder), str(folder), part)
+    told = refused(lambda: load_model(folder), str(folder), part)
+    assert refused(lambda: check_weights(folder)) == told  # a dry run's, which reads no number
 
 
 def test_a_tensor_that_occurs_twice(folder: Path, tmp_path: Path) -> None:
@@ -179,6 +187,7 @@ def test_truncated_safetensors(folder: Path) -> None:
     for length in (len(whole) - 1, len(whole) // 2, 9):
         (folder / "model.safetensors").write_bytes(whole[:length])
         refused(lambda: load_model(folder), "model.safetensors", "not a readable safetensors file")
+        refused(lambda: check_weights(folder), "model.safetensors", "not a readable safetensors file")
 
 
 def test_a_folder_of_pickles_says_so(folder: Path) -> None:

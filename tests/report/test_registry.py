@@ -157,6 +157,14 @@ def test_results_are_models_by_tasks_with_dashes_until_run(runs: Path) -> None:
     assert "kga9ov93" in page
 
 
+def test_of_equally_good_models_none_is_called_the_best(runs: Path) -> None:
+    main(RunsConfig(folder=str(runs), write=True))
+    assert "Best on gsm8k/test: rl-one, 25.0 % of" in (runs / "runs.html").read_text()
+    scored(runs / "e8", "2026-01-31T10:00:00+00:00", Path("o/base"), 0.25)
+    main(RunsConfig(folder=str(runs), write=True))
+    assert "Best on" not in (runs / "runs.html").read_text()
+
+
 def test_the_newest_evaluation_of_a_model_counts(runs: Path) -> None:
     scored(runs / "e9", "2026-02-01T10:00:00+00:00", runs / "rl-one", 0.5)
     cells = next(row for row in results_table(read_runs(runs))["rows"] if row["model"] == "rl-one")["cells"]

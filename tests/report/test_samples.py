@@ -170,6 +170,13 @@ def test_histograms_count_all_rows_by_ranges_of_steps(tmp_path):
     assert [row["shares"] for row in right["ranges"]] == [[1, 0], [1, 0], [0.5, 0.5], [0, 1], [0, 1]]
     assert (total["name"], total["few"], len(total["bars"])) == ("total", False, 20)
     assert [row["count"] for row in total["ranges"]] == [20, 20, 20, 20, 50]
+    assert right["marks"] == ["0", "1"]
+    long = [{**ROW, "reward": 0.09375 + 0.00025 * (number % 4), "rewards": {}} for number in range(8)]
+    (wide,) = histograms(scan(write(tmp_path, long)))
+    assert (len(wide["bars"]), wide["marks"]) == (
+        4,
+        ["0.09375", "0.0945"],
+    )  # four would be wider than a phone
     assert all(sum(row["shares"]) == pytest.approx(1) for row in total["ranges"])
 
 

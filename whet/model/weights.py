@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,8 +118,22 @@ def model_folder(source: str | Path, *, weights: bool = True) -> Path:
 
 
 def check_weights(folder: Path) -> None:
-    """Check that the files of a folder's weights are there; UserError otherwise."""
-    weight_files(folder)
+    """Check that a folder's weights are whole files with the tensors of its config.json; no number is read.
+
+    Of quantised tensors, only that their files are whole.
+
+    Raises:
+        UserError: As `load_model`.
+    """
+    config, outer = stored_shape(folder), read_json(folder / "config.json")
+    with torch.device("meta"):
+        model = build_model(config)
+    if (folder / QUANTIZATION).is_file() or is_packed(outer) or quant_method(outer):
+        for shard in weight_files(folder):
+            with _opened(shard):
+                pass
+    else:
+        _Loaded(model, torch.float32, torch.device("meta"), None).read(folder, _Described)
 
 
 def stored_shape(folder: Path, rope_factors: RopeFactors = "auto") -> ModelConfig:
@@ -443,28 +458,22 @@ class _Loaded:
             if is_share(parameter):
                 self._shares[name] = rows_of(parameter), local(parameter)
 
-    def read(self, folder: Path) -> None:
+    def read(self, folder: Path, seen_as: Callable[[Any], Any] = lambda file: file) -> None:
         """Read all files of a folder.
+
+        Args:
+            folder: Of a model.
+            seen_as: Given an open file, returns what its tensors are read from.
 
         Raises:
             UserError: As `load_model`.
         """
         for shard in weight_files(folder):
-            try:
-                with safe_open(str(shard), framework="pt", device="cpu") as file:
-                    if self.is_torchao:
-                        self.expect(read_torchao_metadata(file.metadata() or {}, str(shard)))
-                    for stored in file.keys():  # noqa: SIM118 (safe_open has no iterator)
-                        self.take(stored, file, shard)
-            except (SafetensorError, OSError) as error:
-                raise UserError(f"{shard}: not a readable safetensors file ({str(error)[:300]})") from None
-            except RuntimeError as error:
-                if "unable to mmap" not in str(error):
-                    raise
-                text = (
-                    "too large for this machine's memory in one file; save the model in files of some GB each"
-                )
-                raise UserError(f"{shard}: {text} ({str(error)[:300]})") from None
+            with _opened(shard) as file:
+                if self.is_torchao:
+                    self.expect(read_torchao_metadata(file.metadata() or {}, str(shard)))
+                for stored in file.keys():  # noqa: SIM118 (safe_open has no iterator)
+                    self.take(stored, seen_as(file), shard)
         self.finish_packs(folder)
         if missing := self.missing():
             raise UserError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
@@ -673,6 +682,40 @@ class _Loaded:
         """Return the names of parameters that are not there, or not whole."""
         sizes = {name: shape.numel() for name, shape in self._shapes.items()}
         return sorted(name for name, size in sizes.items() if self._counts.get(name) != size)
+
+
+@contextmanager
+def _opened(shard: Path) -> Iterator[Any]:
+    """Open a file of weights; UserError where it is damaged, cut off, or larger than the memory."""
+    try:
+        with safe_open(str(shard), framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{shard}: not a readable safetensors file ({str(error)[:300]})") from None
+    except RuntimeError as error:
+        if "unable to mmap" not in str(error):
+            raise
+        text = "too large for this machine's memory in one file; save the model in files of some GB each"
+        raise UserError(f"{shard}: {text} ({str(error)[:300]})") from None
+
+
+class _Described:
+    """An open file whose tensors have shape and dtype, and no numbers."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def get_slice(self, name: str) -> Any:
+        """Return a tensor's description, which reads nothing by itself."""
+        return self._file.get_slice(name)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor without numbers."""
+        pieces = self._file.get_slice(name)
+        kind = pieces.get_dtype()  # F32, BF16, I8, U8, BOOL ...
+        whole = {"I": "int", "U": "uint"}.get(kind[0], "") + kind[1:]
+        dtype = torch.float32 if kind.startswith(("F", "BF")) else getattr(torch, whole, torch.bool)
+        return torch.empty(pieces.get_shape(), dtype=dtype, device="meta")
 
 
 class _Turned:

@@ -450,12 +450,14 @@ def _score(cell: Mapping[str, Any] | None) -> str:
 
 
 def _best(results: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return each task of which several models were measured, with the row of the highest pass@1."""
+    """Return each task of which several models were measured, with the row of the highest pass@1; none for a tie."""
     found: list[tuple[str, Mapping[str, Any]]] = []
     for task in results["tasks"]:
         rows = [row for row in results["rows"] if row["cells"][task] is not None]
-        if len(rows) > 1:
-            found.append((task, max(rows, key=lambda row: row["cells"][task]["pass@1"]["mean"])))
+        shares = {id(row): row["cells"][task]["pass@1"]["mean"] for row in rows}
+        first = max(rows, key=lambda row: shares[id(row)], default=None)
+        if first is not None and list(shares.values()).count(shares[id(first)]) < 2 <= len(rows):
+            found.append((task, first))
     return found
 
 

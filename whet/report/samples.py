@@ -30,6 +30,8 @@ CHUNK_CHARACTERS = 300_000
 
 SNIPPET_CHARACTERS = 110
 NUM_RANGES, NUM_BINS, MAX_DISTINCT = 5, 20, 12
+MARKS_WIDTH = 20
+"""Characters that fit below the narrowest histogram, which is 110 pixels wide."""
 USUAL = {"num_read_tokens": 0, "num_turns": 1}
 """Uninformative values."""
 
@@ -335,6 +337,7 @@ def histograms(found: Scan) -> list[dict[str, Any]]:
         few = len(distinct) <= MAX_DISTINCT
         edges = distinct if few else np.linspace(distinct[0], distinct[-1], NUM_BINS + 1)
         texts = [f"{edge:.4g}" for edge in edges.tolist()]
+        is_short = sum(len(text) + 1 for text in texts) <= MARKS_WIDTH
         rows: list[dict[str, Any]] = []
         for first, last in ranges:
             inside = values[finite & (found.steps >= first) & (found.steps <= last)]
@@ -347,7 +350,7 @@ def histograms(found: Scan) -> list[dict[str, Any]]:
                 "name": name or "total",
                 "few": few,
                 "bars": texts if few else [f"{low} to {high}" for low, high in pairwise(texts)],
-                "marks": texts if few and len(texts) <= 6 else [texts[0], texts[-1]],
+                "marks": texts if few and is_short else [texts[0], texts[-1]],
                 "peak": max(max(row["shares"]) for row in rows),
                 "ranges": rows,
             }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
@@ -113,9 +114,9 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         if listener is not None:
             listener.close()
-        raise UserError(
-            f"cannot listen at {host} port {port}: {error.strerror or error}; try another --port"
-        ) from None
+        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        remedy = "try another --port" if is_port else "expected an address of this machine as --host"
+        raise UserError(f"cannot listen at {host} port {port}: {error.strerror or error}; {remedy}") from None
     return listener
 
 

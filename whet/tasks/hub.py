@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -178,6 +179,8 @@ def _datasets(path: str) -> Any:
     except ImportError as error:
         message = f"data set {path!r}: no such folder; to read it from the hub, {install_command('hf')}"
         raise UserError(message) from error
+    # Two lines for each try to reach the hub, beside the one that says in the end that it could not be reached.
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     return datasets
 
 

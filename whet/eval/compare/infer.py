@@ -337,4 +337,4 @@ def _source(config: InferConfig, source: str, root: Path | None) -> str:
         raise UserError(str(error).replace("--task.image", "--image")) from None
 
 
-PROGRAM = Program(config_class=InferConfig, main=main, plan=plan, check=check)
+PROGRAM = Program(config_class=InferConfig, main=main, plan=plan, check=check, positional="runs")

@@ -136,7 +136,8 @@ def side_by_side(sides: Sequence[StoredEval], uids: Sequence[str], num_samples: 
                     "count": len(rows),
                 }
             )
-        labels = {str(name): str(value)[:200] for name, value in (first.get("meta") or {}).items()}
+        meta = first.get("meta") or {}
+        labels = {str(name): str(value)[:200] for name, value in meta.items() if value != uid}  # shown anyway
         found.append(
             {
                 "uid": uid,

@@ -337,4 +337,4 @@ def _join(rewards: Sequence[float]) -> str:
     return " ".join(f"{reward:g}" for reward in rewards)
 
 
-PROGRAM = Program(config_class=ExplainConfig, main=main)
+PROGRAM = Program(config_class=ExplainConfig, main=main, positional="topic")

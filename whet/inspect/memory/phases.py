@@ -202,7 +202,7 @@ class MicroBatches:
     """An update's micro-batches of longest sequences; a prompt is stored once for its sequences.
 
     Attributes:
-        count: Number of micro-batches.
+        count: Number of micro-batches; of very many, some.
         tokens: Tokens of the largest.
         sequences: Sequences of the largest.
         all_tokens: Tokens of all.
@@ -214,23 +214,34 @@ class MicroBatches:
     all_tokens: int
 
 
+SEEN_FAMILIES = 512
+"""Prompts, beyond those of the largest micro-batch, after which the planner stops to deal out an update."""
+
+
 @cache
 def micro_batches(work: Workload) -> MicroBatches:
     """Split an update as `whet.algo.packing.pack` does."""
     prompt = work.length - work.num_trained
     most = max(1, (work.token_budget - prompt) // max(1, work.num_trained))
-    families = []
-    for first in range(0, work.num_sequences, work.group_size):
-        left = min(work.group_size, work.num_sequences - first)
-        families += [min(most, left - start) for start in range(0, left, most)]
+    num_groups, rest = divmod(work.num_sequences, work.group_size)
+    # Beyond what fills several micro-batches, more groups fill more of the same.
+    enough = work.token_budget // (prompt + work.num_trained) + SEEN_FAMILIES
+    group = _cut(work.group_size, most, enough)
+    families = group * min(num_groups, -(-enough // len(group))) + _cut(rest, most, enough)
     rows = [prompt + count * work.num_trained for count in families]
     bins = split_by_budget(rows, work.token_budget)
+    num_families = num_groups * -(-work.group_size // most) + -(-rest // most)
     return MicroBatches(
         count=len(bins),
         tokens=max(sum(rows[place] for place in members) for members in bins),
         sequences=max(sum(families[place] for place in members) for members in bins),
-        all_tokens=sum(rows),
+        all_tokens=num_families * prompt + work.num_sequences * work.num_trained,
     )
+
+
+def _cut(size: int, most: int, at_most: int) -> list[int]:
+    """Cut a group into parts of `most` and the rest; of very many parts only the first."""
+    return [min(most, size - start) for start in range(0, size, most)[:at_most]]
 
 
 PLAIN = LayerSpec()
@@ -809,8 +820,11 @@ def fit(work: Workload, num_bytes: int) -> Workload | None:
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number from 1 to `most` that fits, by bisection; 1 must fit."""
+    """Return the largest number from 1 to `most` that fits, by doubling and bisection; 1 must fit."""
     low, high = 1, most
+    while 2 * low < most and fits(2 * low):
+        low *= 2
+    high = min(most, 2 * low)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)

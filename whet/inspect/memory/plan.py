@@ -355,6 +355,7 @@ def read_recipe(config: PlanConfig, command: Sequence[str] = WHET) -> RLConfig |
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if line.strip()] or ["no message"]
         said = escape_controls(lines[-1].strip().removeprefix("whet: error: "))
+        said = said.replace(f": whet {config.of} own ", ": own ")  # in the place of this command's RECIPE
         raise UserError(f"whet {config.of} refuses: {said}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"

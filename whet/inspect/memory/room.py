@@ -58,21 +58,10 @@ def check_room(config: TrainConfig) -> list[str]:
         if (need := samples * SAMPLE_BYTES) > (host := free_memory()):
             raise UserError(
                 f"num_prompts = {config.num_prompts:,} x group_size = {config.group_size:,}: {samples:,} samples of a "
-                f"step need {need / GIB:,.0f} GiB or more, and {host / GIB:.1f} GiB are free; lower num_prompts"
+                f"step need {need / GIB:,.0f} GiB or more, and {host / GIB:.1f} GiB are free; lower num_prompts or "
+                "group_size"
             )
-    least = replace(
-        work,
-        length=2,
-        num_trained=1,
-        num_sequences=1,
-        group_size=1,
-        rows=min(work.rows, 1),
-        token_budget=2,
-        kept_gib=0.0,
-        image_tokens=0,
-    )
-    least = replace(least, num_prompts=min(work.num_prompts, 1), num_requests=min(work.num_requests, 1))
-    if (need := peak(least)) > free:
+    if (need := peak(_least(work))) > free:
         advice = "--policy.quantize nf4" if config.lora.rank else "--optim lean, --lora.rank 16"
         if _num_ranks(config) > 1:
             advice += ", more ranks" if work.num_shards > 1 else ", --parallel.kind fsdp"
@@ -80,13 +69,28 @@ def check_room(config: TrainConfig) -> list[str]:
             f"the model with its gradients and optimizer needs {need / GIB:.1f} GiB, and {free / GIB:.1f} GiB of "
             f"{what} are free: try {advice}, or a smaller model (`whet plan` shows each part)"
         )
-    if (need := peak(work)) > free and (found := fit(replace(work, kept_gib=0.0), free)) is not None:
-        rows = f" --policy.max-rows {found.rows}" if work.rows else ""
-        return [
-            f"sequences of full length would need {need / GIB:.1f} GiB of {what}, {free / GIB:.1f} GiB are free; safe: "
-            f"--optim.token-budget {found.token_budget}{rows}"
-        ]
-    return []
+    if (need := peak(work)) <= free:
+        return []
+    told = (
+        f"sequences of full length would need {need / GIB:.1f} GiB of {what}, {free / GIB:.1f} GiB are free"
+    )
+    if (found := fit(replace(work, kept_gib=0.0), free)) is None:
+        fewer = "num_prompts or sampling.max_new_tokens" if work.rows else "batch_size"
+        return [f"{told}; lower {fewer}"]
+    rows = f" --policy.max-rows {found.rows}" if work.rows else ""
+    return [f"{told}; safe: --optim.token-budget {found.token_budget}{rows}"]
+
+
+def _least(work: Workload) -> Workload:
+    """Return the workload of one sequence of two tokens: what the model itself needs."""
+    alone = replace(_alone(work), rows=min(work.rows, 1), image_tokens=0)
+    return replace(alone, length=2, num_trained=1, token_budget=2, kept_gib=0.0)
+
+
+def _alone(work: Workload) -> Workload:
+    """Return the workload of one sequence."""
+    one = replace(work, num_sequences=1, group_size=1)
+    return replace(one, num_prompts=min(work.num_prompts, 1), num_requests=min(work.num_requests, 1))
 
 
 def sized(config: Trained, typed: Collection[str]) -> Trained:
@@ -109,6 +113,8 @@ def sized(config: Trained, typed: Collection[str]) -> Trained:
         return config
     room = int(SHARE * _whole(work.device))
     found = fit(work, room)
+    if found is None and fit(_alone(work), room) is not None:
+        return config  # it is the number of sequences that does not fit: said when the run starts
     is_free = not any(name.startswith("optim.") and name != "optim.lr" for name in typed)
     if found is None and is_free:
         preset = lean()

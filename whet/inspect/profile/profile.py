@@ -98,6 +98,10 @@ NUM_SHOWN = 15
 
 GEMMS = "regex:gemm|nvjet|xmma|cutlass"
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats")
+UNTRAINED = (
+    "no sample of the timed steps had an advantage, so nothing was trained: profile a model that is sometimes right, "
+    "or with --control random_reward"
+)
 FILTERS = {"rl": ("policy_loss_backward",), "sft": ("forward", "backward")}
 TOOLS = {"nsys": "Nsight Systems", "ncu": "Nsight Compute"}
 VARIANTS = {
@@ -320,6 +324,11 @@ def phases(ranges: Sequence[Range], peaks: Mapping[tuple[str, ...], int]) -> lis
     return found
 
 
+def has_trained(found: Sequence[Phase]) -> bool:
+    """Say whether a timed step trained on anything: not where no sample had an advantage."""
+    return any(phase.path[-1] == "forward" and "policy_loss_backward" in phase.path for phase in found)
+
+
 def describe(
     config: ProfileConfig,
     run: RLConfig | SFTConfig,
@@ -337,6 +346,7 @@ def describe(
         "set": list(config.set),
         "machine": f"{name}, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}, {run.optim.precision}",
         "warmup": config.warmup,
+        "note": "" if config.of != "rl" or has_trained(found) else UNTRAINED,
         "steps": found[0].by_step,
         "traced_seconds": traced.seconds,
         "gpu_busy": traced.busy,
@@ -357,6 +367,7 @@ def tables(content: Mapping[str, Any]) -> str:
         f"whet {content['program']} {content['recipe']} on {content['machine']}",
         f"{len(steps)} steps after {content['warmup']} of warm-up: {mean:.4f} s per step ({min(steps):.4f} to "
         f"{max(steps):.4f}); traced, {content['traced_seconds']:.4f} s",
+        *([f"warning: {content['note']}"] if content["note"] else []),
         "",
         f"{'phase':<40}{'calls':>9}{'seconds':>11}{'share':>8}{'own':>11}{'memory, MiB':>14}",
     ]

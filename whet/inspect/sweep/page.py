@@ -31,6 +31,8 @@ READ = {
 NUM_COLOURS = 6
 NOISE = 0.2
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 230, 56, 14, 12, 40
+TICK_GAP = 48
+"""Least distance of two labels below a chart: '16,384' is 45 wide."""
 Json = Mapping[str, Any]
 Series = list[tuple[str, list[Json]]]
 
@@ -185,6 +187,15 @@ def _value(row: Json, quantity: str) -> float | None:
     return row.get(quantity)
 
 
+def _apart(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Leave out labels that would be written over the one to their right; the last always stands."""
+    found = [ticks[-1]]
+    for place, label in reversed(ticks[:-1]):
+        if found[-1][0] - place >= TICK_GAP:
+            found.append((place, label))
+    return found[::-1]
+
+
 def _chart(axis: str, label: str, quantity: str, series: Series, highest: float) -> dict[str, Any]:
     values = sorted({row["point"][axis] for _, rows in series for row in rows})
     low, high = math.log2(values[0]), math.log2(values[-1])
@@ -210,7 +221,7 @@ def _chart(axis: str, label: str, quantity: str, series: Series, highest: float)
     return {
         "title": f"{QUANTITIES[quantity]} over {label}",
         "axis": label,
-        "xs": [(x(value), f"{value:,}") for value in values],
+        "xs": _apart([(x(value), f"{value:,}") for value in values]),
         "ys": [(y(value), f"{value:.4g}") for value in ticks],
         "lines": lines,
     }

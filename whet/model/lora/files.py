@@ -20,7 +20,7 @@ from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter, LoRAPair
 from whet.model.quant import KINDS
 from whet.model.vision.shapes import own_name
 from whet.model.weights import model_folder
-from whet.telemetry.provenance import describe_model
+from whet.telemetry.provenance import describe_model, no_run
 from whet.types import UserError
 
 HUB_PATTERNS = (
@@ -263,6 +263,8 @@ def _adapter_folder(source: str | Path) -> Path:
         folder = model_folder(folder)
     if not folder.exists() and "/" in str(source) and is_hub_name(str(source)):
         folder = hub_folder(str(source), HUB_PATTERNS)
+    if not folder.exists():
+        raise no_run(str(source), or_hub=True)
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder}: no {CONFIG} there; point at the folder that peft's save_pretrained wrote")
     if not (folder / WEIGHTS).is_file():
