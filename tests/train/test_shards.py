@@ -115,6 +115,7 @@ def train_compiled(out: str) -> None:
     sft.train(replace(config, optim=compiled))
 
 
+@pytest.mark.slow  # tracing takes longer than a collective waits, on a busy machine
 def test_layers_in_shards_can_be_compiled(tmp_path: Path) -> None:
     assert run_ranks(2, train, str(tmp_path / "plain")) == [None, None]
     assert run_ranks(2, train_compiled, str(tmp_path / "compiled")) == [None, None]
