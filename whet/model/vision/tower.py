@@ -107,8 +107,10 @@ def attend(
     if len(set(lengths)) > 1:
         parts = zip(*(x.split(list(lengths)) for x in (q_IHC, k_IHC, v_IHC)), strict=True)
         return torch.cat([attend(*part, lengths=(part[0].shape[0],)) for part in parts])
-    runs = [x.to(v_IHC.dtype).unflatten(0, (len(lengths), -1)).transpose(1, 2) for x in (q_IHC, k_IHC, v_IHC)]
-    return F.scaled_dot_product_attention(*runs).transpose(1, 2).flatten(0, 1).flatten(1)
+    q, k, v = (
+        x.to(v_IHC.dtype).unflatten(0, (len(lengths), -1)).transpose(1, 2) for x in (q_IHC, k_IHC, v_IHC)
+    )
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1).flatten(1)
 
 
 # --- Qwen2.5-VL and Qwen3-VL ---------------------------------------------------------------------------------------
