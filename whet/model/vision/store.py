@@ -225,7 +225,12 @@ class ImageStore:
     def patches(self, key: int) -> torch.Tensor:
         """Return an image's patches on the CPU."""
         picture, _ = self._known(key)
-        return self._kept(("patches", key), lambda: (self.preprocessing.patches(picture.read()),))[0]
+
+        def make() -> tuple[torch.Tensor, ...]:
+            with torch.inference_mode(False):  # a sampler may ask first, and training reads what is kept
+                return (self.preprocessing.patches(picture.read()),)
+
+        return self._kept(("patches", key), make)[0]
 
     def features(self, keys: Sequence[int], tower: nn.Module) -> list[Features]:
         """Return what the decoder reads of images: computed once while the tower stays as it is.
