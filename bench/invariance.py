@@ -1,6 +1,6 @@
 """Print the invariance matrix of whet, and TRL's beside it; exit status 1 when a cell of whet is above its tolerance.
 
-python bench/invariance.py [--quick] [--no-peers] [--json FILE]
+python bench/invariance.py [--quick] [--rows NAME ...] [--no-peers] [--json FILE]
 
 A cell is the largest relative difference of loss, gradients and weights after the step from the same step on one rank
 in one micro-batch; 'packing' is the difference from an independent definition on padded rows, and 'metrics' the
@@ -137,6 +137,7 @@ def print_table(title: str, rows: dict[str, Row]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the named algorithms only, without variants")
+    parser.add_argument("--rows", nargs="+", choices=list(scene.CASES), help="these rows alone")
     parser.add_argument("--no-peers", action="store_true", help="whet alone")
     parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
     options = parser.parse_args()
@@ -144,6 +145,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     began = time.perf_counter()
     names = [name for name in scene.CASES if not options.quick or name in scene.ALGORITHMS]
+    names = options.rows or names
     table = whet_rows(names)
     for dtype, rows in table.items():
         print_table(f"whet, {dtype}, tolerance {tolerance(dtype):.0e}", rows)

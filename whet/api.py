@@ -869,6 +869,7 @@ def _by_problem(side: Evaluation) -> dict[str, list[dict[str, Any]]]:
 
 
 def _checked(messages: str | Messages) -> list[dict[str, Any]]:
+    """Return messages as the engine takes them; images in them, bytes or Pillow's, as data URIs or files."""
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
     for place, message in enumerate(messages):
@@ -877,7 +878,10 @@ def _checked(messages: str | Messages) -> list[dict[str, Any]]:
             raise UserError(
                 f"message {place}: got {message!r:.80}, expected a dict with 'role' and 'content'"
             )
-    return [dict(message) for message in messages]
+    return [
+        {name: _named_images(value) if name == "content" else value for name, value in message.items()}
+        for message in messages
+    ]
 
 
 def _written(rows: Any) -> Path:
@@ -919,6 +923,8 @@ def _named_images(value: Any) -> Any:
     """Return a value with the images in it, bytes or Pillow's, as data URIs or as paths of files in the cache."""
     if holds_file(value):
         return ImageReader(None).image(value).source
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, Mapping):
         return {name: _named_images(inner) for name, inner in value.items()}
     return [_named_images(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import re
@@ -183,6 +184,9 @@ def test_mistakes_get_one_line_before_anything_is_written(
     image = str(models / "images" / "0.png")
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.png").write_text("<html>")
+    whole = png(uri(*range(0, 240, 7)))
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    cut = f"data:image/png;base64,{base64.b64encode(whole[: len(whole) // 2]).decode()}"
     (tmp_path / "torn.jsonl").write_text('{"image": "a.png"\n')
     (tmp_path / "none.jsonl").write_text('{"picture": "a.png"}\n')
     (tmp_path / "out.jsonl").write_text(json.dumps({"image": "../secret.png"}) + "\n")
@@ -197,6 +201,9 @@ def test_mistakes_get_one_line_before_anything_is_written(
         ({"images": ("nothing.png",)}, "cannot be read"),
         ({"images": ("empty",)}, "no image in empty"),
         ({"images": ("bad.png",)}, "not an image"),
+        ({"images": ("cut.png",)}, "broken .*truncated"),
+        ({"images": (cut,)}, "broken .*truncated"),
+        ({"images": (f"file://{tmp_path}/gone.png",)}, "cannot be read"),
         ({"images": ("torn.jsonl",)}, "line 1: not a JSON object"),
         ({"images": ("none.jsonl",)}, "expected `image`"),
         ({"images": ("out.jsonl",)}, "outside of .* --image-root"),
@@ -216,7 +223,9 @@ def test_mistakes_get_one_line_before_anything_is_written(
         with pytest.raises(ValueError, match="expected|name the models"):
             InferConfig(**options)
     config = InferConfig(
-        runs=(f"{models / 'model'},{models / 'other'}",), images=(f"{image},{image}",), prompt=("a",)
+        runs=(f"{models / 'model'},{models / 'other'}",),
+        images=(f"{image},{image}", f"file://{image}"),
+        prompt=("a",),
     )
     assert re.search(r"questions +1\n", plan(config)), "an image that is given twice is asked about once"
 

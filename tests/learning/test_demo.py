@@ -92,7 +92,8 @@ def test_structure_of_the_demo_that_sees(
     folder = tmp_path / "demo"
     demo.main(demo.DemoConfig(out=str(folder), vision=True, num_problems=5, num_samples=2, num_threads=1))
     summary = json.loads((folder / "summary.json").read_text())
-    assert set(summary) == {"seconds", "base", "sft", "rl", "rl_blank", "rl_swapped"}
+    assert set(summary) == {"seconds", "processor_seconds", "base", "sft", "rl", "rl_blank", "rl_swapped"}
+    assert 0 < summary["processor_seconds"] < 600
     asked: dict[str, list[dict[str, Any]]] = {}
     for stage in ("base", "sft", "rl", "rl_blank", "rl_swapped"):
         rows = (folder / "eval" / stage / "eval_samples.jsonl").read_text().splitlines()

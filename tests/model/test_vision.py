@@ -14,6 +14,8 @@ import transformers
 import trl
 import vision_cases as cases
 from safetensors.torch import load_file, save_file
+from seeing import save_model as save_seeing
+from seeing import uri
 
 from whet.generate.cache import CacheSize, Decode, KVCache, Prefill
 from whet.kernels import dispatch
@@ -29,6 +31,7 @@ from whet.model.text.template import render_template
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.vision.ids import IMAGE, digest_of, image_ids, is_image, key_of, keys_in, place_of
 from whet.model.vision.pixels import read_preprocessing
+from whet.model.vision.reading import read_picture
 from whet.model.vision.store import ImageStore, Picture
 from whet.model.weights import load_model, save_model
 from whet.types import Segment, UserError
@@ -169,6 +172,55 @@ def test_features_are_kept_until_the_tower_changes(case):
     assert all(p.grad.any() for p in list(model.visual.children())[-1].parameters())
     assert torch.equal(model(ids, places, context()), model(ids, places, context()))
     assert len(calls) == 5
+
+
+def test_images_computed_together_are_those_alone(case, monkeypatch):
+    """Every family's tower; the largest group is bounded, and sizes are not mixed."""
+    model, _ = load_model(case.folder)
+    store, tower = ImageStore(model.images.preprocessing), model.visual.double()
+    pixels = [np.random.default_rng(seed).integers(0, 256, (40, 56, 3), dtype=np.uint8) for seed in range(5)]
+    keys = [key_of(store.add(Picture.of(one.tobytes(), one))[0]) for one in pixels]
+    with torch.no_grad():
+        alone = [store._encoded([key], tower, torch.device("cpu"))[0] for key in keys]
+        together = store._encoded(keys, tower, torch.device("cpu"))
+    for ours, theirs in zip(together, alone, strict=True):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    assert not torch.allclose(alone[0][0], alone[1][0], atol=1e-3)
+    parameters = list(tower.parameters())
+    assert [len(group) for group in store._groups(keys, parameters)] == [
+        1
+    ] * 5  # PyTorch's products in float64
+    monkeypatch.setattr(dispatch, "runs_cpp", lambda *_: True)
+    monkeypatch.setattr("whet.model.vision.store.PATCHES_TOGETHER", 3 * len(store.patches(keys[0])))
+    other = cases.picture(120, 30)
+    keys.insert(1, key_of(store.add(Picture.of(other.tobytes(), other))[0]))
+    groups = list(store._groups(keys, parameters))
+    assert sorted(key for group in groups for key in group) == sorted(keys)
+    assert all(len({store.grid(key) for key in group}) == 1 for group in groups)
+    assert max(map(len, groups)) == 3
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_small_images_are_computed_together_with_the_same_bits(tmp_path, is_trained):
+    model, _ = load_model(save_seeing(tmp_path / "m"))
+    model.visual.requires_grad_(is_trained)
+    grown = [uri(colour, size=(32, 16)) for colour in range(4)]
+    keys = [key_of(model.images.add(read_picture(source))[0]) for source in (uri(1), *grown, uri(2, 3))]
+    calls = []
+    model.visual.register_forward_hook(lambda *_: calls.append(1))
+    together = model.images.features(keys, model.visual)
+    has_kernels = dispatch.runs_cpp(torch.zeros(1, 16))
+    assert len(calls) == (2 if has_kernels else 6)  # 2 x 4 tokens for five of them
+    fresh = ImageStore(model.images.preprocessing)
+    for source, ours in zip((uri(1), *grown, uri(2, 3)), together, strict=True):
+        (alone,) = fresh.features([key_of(fresh.add(read_picture(source))[0])], model.visual)
+        assert torch.equal(ours.tokens_ID, alone.tokens_ID)
+        assert all(torch.equal(a, b) for a, b in zip(ours.deep, alone.deep, strict=True))
+        # What is kept is of its own size, or the cache's limit would be one of numbers that are not counted.
+        assert is_trained or ours.tokens_ID.untyped_storage().nbytes() == ours.tokens_ID.nbytes
+    assert ours.tokens_ID.requires_grad == is_trained
 
 
 def test_what_is_refused(case):

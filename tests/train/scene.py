@@ -142,7 +142,7 @@ def images_of(policy: Policy) -> list[tuple[int, ...]]:
     found = [store.add(Picture.of(picture.tobytes(), picture)) for picture in pixels]
     with torch.no_grad():
         for ids in found:
-            features = store.features(key_of(ids[0]), policy.model.visual)
+            (features,) = store.features([key_of(ids[0])], policy.model.visual)
             SEEN.update(zip(ids, features.tokens_ID, strict=True))
     return found
 

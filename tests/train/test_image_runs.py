@@ -20,10 +20,12 @@ from seeing import png, save_model, uri
 
 from whet.algo.config import AlgoConfig, OffPolicyConfig
 from whet.config import dump_yaml
+from whet.generate.backends.base import SamplerConfig
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.model.lora.side import LoRAConfig
 from whet.model.vision.ids import is_image
+from whet.ranks.ray import ClusterConfig
 from whet.storage.checkpoint import saved_steps
 from whet.tasks.base import TaskConfig
 from whet.train import rl, sft
@@ -278,6 +280,22 @@ def test_two_ranks_train_as_one_process(jobs: list[tuple[str, str]], tmp_path: P
 def count_images(policy: Policy) -> int:
     shown = Problem(uid="a", task="t", prompt="a", answer="1", images=(uri(9, size=(48, 32)),))
     return sum(map(is_image, policy.prompt_ids(shown)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sampler": SamplerConfig(kind="openai", url="http://127.0.0.1:1/v1")},
+        {"sampler": SamplerConfig(kind="vllm")},
+        {"cluster": ClusterConfig(rollout_workers=2)},
+    ],
+    ids=["openai", "vllm", "workers"],
+)
+def test_samplers_that_images_do_not_reach_are_refused(
+    changes: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="the model sees, and images reach only the engine"):
+        rl.check(rl_config(folder, tmp_path / "run", **changes), False)
 
 
 def test_images_are_made_smaller_where_asked(folder: Path, tmp_path: Path) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from seeing import save_model, uri
+from PIL import Image
+from seeing import png, save_model, uri
 
+import whet
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate.engine import Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy
@@ -166,6 +170,31 @@ def test_messages_have_images_in_any_turn(folder):
     parts = [{"type": "image_url", "image_url": {"url": uri(1)}}, {"type": "text", "text": "a"}]
     openai = [{"role": "user", "content": parts}]
     assert policy.chat_ids(openai) == policy.prompt_ids(problem("a", uri(1)))
+
+
+def test_images_of_messages_in_python(folder, tmp_path, monkeypatch):
+    """Every form names the same file, or holds it."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.png").write_bytes(png(uri(1)))
+    policy = whet.load(folder)
+
+    def logprobs(part):
+        messages = [{"role": "user", "content": [part, {"type": "text", "text": "a"}]}]
+        return whet.logprobs(policy, messages, "b")
+
+    expected = logprobs({"type": "image_url", "image_url": {"url": uri(1)}})
+    forms = ["a.png", Path("a.png"), f"file://{tmp_path}/a.png", png(uri(1)), Image.open("a.png"), uri(1)]
+    for form in forms:
+        assert logprobs({"type": "image", "image": form}) == expected
+    assert (
+        logprobs({"type": "image", "url": "a.png"})
+        == logprobs({"type": "image", "path": "a.png"})
+        == expected
+    )
+    assert logprobs({"type": "image", "base64": uri(1).partition(",")[2]}) == expected
+    assert logprobs({"type": "image", "image": uri(200)}) != expected
+    with pytest.raises(UserError, match="message 0: 'image' of an image part is ndarray; expected a path"):
+        logprobs({"type": "image", "image": np.zeros((16, 16, 3))})
 
 
 def test_refusals(folder, tmp_path):

@@ -140,7 +140,7 @@ def main(config: DemoConfig) -> None:
     folder = Path(config.out or dated("demo-vision" if config.vision else "demo"))
     open_run(folder, dump_yaml(config), resumable=False)
     torch.set_num_threads(config.num_threads)
-    began = time.perf_counter()
+    began, began_work = time.perf_counter(), time.process_time()
     course = _course(config, folder)
     console.print(_introduction(course))
     problems = take_problems(course.task, config.split, config.num_problems)
@@ -164,7 +164,7 @@ def main(config: DemoConfig) -> None:
     for stage in course.unseen:
         measure(last, stage, PolicyConfig(init=course.rl.out), stage.removeprefix("rl_"))
     seconds = time.perf_counter() - began
-    _write_summary(folder, results, seconds)
+    _write_summary(folder, results, seconds, time.process_time() - began_work)
     print()
     metrics = {stage: result.metrics for stage, result in results.items()}
     print_result(metrics, len(problems), config.num_samples)
@@ -238,9 +238,9 @@ def _measure(
     return result
 
 
-def _write_summary(folder: Path, results: Mapping[str, EvalResult], seconds: float) -> None:
-    """Write summary.json: for each stage the means by name, and their intervals."""
-    content: dict[str, object] = {"seconds": round(seconds, 1)}
+def _write_summary(folder: Path, results: Mapping[str, EvalResult], seconds: float, work: float) -> None:
+    """Write summary.json: the means of each stage by name, and their intervals; time by the clock and of processors."""
+    content: dict[str, object] = {"seconds": round(seconds, 1), "processor_seconds": round(work, 1)}
     for stage, result in results.items():
         means = {name: interval.mean for name, interval in result.metrics.items()}
         intervals = {name: [interval.low, interval.high] for name, interval in result.metrics.items()}
@@ -255,7 +255,7 @@ def _show_samples(console: Console, results: Mapping[str, EvalResult]) -> None:
     for row in rows:
         problem = results["rl"].problems[row]
         text.append(f"{problem.prompt}", style="bold cyan")
-        text.append(f"   (gold {problem.answer})\n", style="dim")
+        text.append(f"   (gold {_one_line(problem.answer)})\n", style="dim")
         for stage in results:
             judged = results[stage].samples[row][0]
             is_correct = judged.grade.is_correct
@@ -263,6 +263,11 @@ def _show_samples(console: Console, results: Mapping[str, EvalResult]) -> None:
             text.append("right  " if is_correct else "wrong  ", style="green" if is_correct else "red")
             text.append(f"{judged.text!r}\n" if stage == "base" else f"{judged.text}\n")
     console.print(text)
+
+
+def _one_line(answer: str) -> str:
+    """Return an answer, of which a vector has a line for each number."""
+    return ", ".join(answer.splitlines())
 
 
 def _write_story(
@@ -301,7 +306,8 @@ def _write_story(
         "```text",
     ]
     for row in range(min(NUM_SHOWN, count)):
-        lines.append(f"{results['rl'].problems[row].prompt}  (gold {results['rl'].problems[row].answer})")
+        problem = results["rl"].problems[row]
+        lines.append(f"{problem.prompt}  (gold {_one_line(problem.answer)})")
         for stage, result in results.items():
             judged = result.samples[row][0]
             verdict = "right" if judged.grade.is_correct else "wrong"

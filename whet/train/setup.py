@@ -223,6 +223,15 @@ def check_fit(config: RLConfig, policy: Policy, task: Task) -> None:
         UserError: With what to leave out or change.
     """
     policy.expect(answer_type_of(task))
+    other = (
+        "cluster.rollout_workers"
+        if config.cluster.rollout_workers
+        else f"sampler.kind = {config.sampler.kind}"
+    )
+    if policy.model.images is not None and other != "sampler.kind = engine":
+        raise UserError(
+            f"{other}: the model sees, and images reach only the engine in the trainer's process; leave it out"
+        )
     environment_for(policy.schema, task)  # finds a tool that is not there
     if EPISODE in config.rewards and getattr(task, "environment", None) is None:
         raise UserError(f"rewards.episode: task {task.name} has no environment that pays; leave it out")

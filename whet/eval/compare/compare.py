@@ -55,6 +55,7 @@ from whet.model.changes import changed_weights
 from whet.model.changes import describe as describe_changes
 from whet.model.config import ModelConfig
 from whet.model.files import is_hub_name
+from whet.model.vision.reading import shown
 from whet.stats import share_interval
 from whet.storage.folder import check_folder, dated, open_run
 from whet.telemetry.display import clock, escape_controls
@@ -175,7 +176,9 @@ def _print_transcript(
     console: Console, names: Sequence[str], transcripts: Sequence[Mapping[str, Any]]
 ) -> None:
     for problem in transcripts[:3]:
-        console.print(_text(problem["prompt"][:SHOWN_TEXT]), style="bold")
+        images = ", ".join(shown(source) for source in problem["images"])
+        title = problem["prompt"][:SHOWN_TEXT] + (f"  [{images}]" if images else "")
+        console.print(_text(title), style="bold")
         for name, column in zip(names, problem["columns"], strict=True):
             row = column["rows"][0]
             text = row.get("text") or f"{row.get('thinking', '')}\n-> {row['answer']}"

@@ -20,7 +20,17 @@ from whet.eval.record import describe_weights, write_json
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.model.lora.files import find_model
-from whet.model.vision.reading import Urls, is_data_uri, is_url, read_picture, shown
+from whet.model.vision.reading import (
+    FILE,
+    Urls,
+    check_bytes,
+    check_file,
+    decoded,
+    is_data_uri,
+    is_url,
+    read_picture,
+    shown,
+)
 from whet.model.vision.reading import locate as locate_image
 from whet.storage.folder import check_folder, dated, open_run
 from whet.telemetry.log import parse_row
@@ -270,7 +280,8 @@ def _rows(config: InferConfig) -> Iterator[_Row]:
     for word in config.images:
         whole = is_data_uri(word) or is_url(word) or Path(word).exists()
         for source in [word] if whole else [part.strip() for part in word.split(",") if part.strip()]:
-            path = Path(source).expanduser() if not (is_data_uri(source) or is_url(source)) else None
+            named = source.removeprefix(FILE)
+            path = Path(named).expanduser() if not (is_data_uri(source) or is_url(source)) else None
             if path is not None and path.is_dir():
                 inside = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
                 if not inside:
@@ -324,15 +335,18 @@ def _listed(config: InferConfig, path: Path) -> Iterator[_Row]:
 
 
 def _source(config: InferConfig, source: str, root: Path | None) -> str:
-    """Return an image's file, fetched if it is a URL, or its data URI."""
+    """Return an image's file, fetched if it is a URL, or its data URI; refuse one that is cut off or broken."""
     if is_data_uri(source):
+        check_bytes(decoded(source), shown(source))
         return source
     if is_url(source) and config.image_urls == "none":
         raise UserError(
             f"images: {shown(source)} is a URL, and none is fetched unless asked: --image-urls public"
         )
     try:
-        return str(locate_image(source, root=root, urls=config.image_urls))
+        path = locate_image(source, root=root, urls=config.image_urls)
+        check_file(path, shown(source))
+        return str(path)
     except UserError as error:
         raise UserError(str(error).replace("--task.image", "--image")) from None
 

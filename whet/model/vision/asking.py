@@ -9,8 +9,8 @@ from whet.types import UserError
 
 KINDS = ("image", "image_url", "input_image")
 """Types of content parts that are images: transformers' and OpenAI's."""
-FIELDS = ("image", "image_url", "url", "path")
-"""Fields of such a part that name the image."""
+FIELDS = ("image", "image_url", "url", "path", "base64")
+"""Fields of such a part that name the image, or hold its file."""
 
 
 def is_image_part(part: object) -> bool:
@@ -41,8 +41,13 @@ def _source(part: Mapping[str, Any], where: str) -> str:
         value = part.get(name)
         if isinstance(value, Mapping):  # OpenAI: {"image_url": {"url": ...}}
             value = value.get("url")
-        if isinstance(value, str) and value:
-            return value
+        if value is not None and not isinstance(value, str):
+            raise UserError(
+                f"{where}: {name!r} of an image part is {type(value).__name__}; expected a path, a data URI or a URL "
+                "(in Python also bytes of a file, or Pillow's image)"
+            )
+        if value:
+            return value if name != "base64" or value.startswith("data:") else f"data:;base64,{value}"
     raise UserError(
         f"{where}: an image part has {', '.join(map(str, part)) or 'nothing'}; expected 'image' with a path, a data "
         "URI or a URL"

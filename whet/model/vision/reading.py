@@ -50,6 +50,8 @@ Urls = Literal["none", "public", "any"]
 """Which URLs are fetched: none; those of the public internet; any, so also those of the local network."""
 
 _DATA_URI = re.compile(r"data:(?P<kind>[^;,]*)(?:;[^;,]*)*?;base64,", re.IGNORECASE)
+FILE = "file://"
+"""May stand before a path, as in Qwen's own examples."""
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"II*\x00", b"MM\x00*", b"RIFF", b"BM")
 _ORIENTATION = 0x0112
 _TRANSPOSED = frozenset({5, 6, 7, 8})
@@ -130,8 +132,9 @@ def locate(source: str, *, root: str | Path | None = None, paths: bool = True, u
         return fetch(source, urls)
     if not paths:
         raise UserError(f"image {name} is a path, and files are not read here; send it as a data URI")
-    if not source.strip() or "\x00" in source or "://" in source:
+    if not source.strip() or "\x00" in source or "://" in source.removeprefix(FILE):
         raise UserError(f"image {name}: expected a path, a data URI (data:image/png;base64,...) or a URL")
+    source = source.removeprefix(FILE)
     base = Path() if root is None else Path(root)
     try:
         found = (base / source).resolve()

@@ -1,12 +1,14 @@
 """What turns an image into embeddings: a tower of transformer layers over patches, and a projection.
 
-Parameters have the names of Hugging Face's modules (`whet.model.vision.shapes` maps what stands before them). An image
-is always computed alone, so that its features have the same bits whatever else a batch holds.
+Parameters have the names of Hugging Face's modules (`whet.model.vision.shapes` maps what stands before them). Images of
+one size may be computed together (`ImageStore.features` says when): no operation here mixes two of them, and where each
+of an operation's rows has the same bits whatever the others are, so have an image's features.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,10 +100,17 @@ def activate(name: str, x: torch.Tensor) -> torch.Tensor:
     return F.silu(x) if name == "silu" else F.gelu(x, approximate="tanh" if name.endswith("tanh") else "none")
 
 
-def attend(q_NHC: torch.Tensor, k_NHC: torch.Tensor, v_NHC: torch.Tensor) -> torch.Tensor:
-    """Return attention of all patches to all, [N, H C]."""
-    q, k, v = (x.to(v_NHC.dtype).transpose(0, 1)[None] for x in (q_NHC, k_NHC, v_NHC))
-    return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
+def attend(
+    q_IHC: torch.Tensor, k_IHC: torch.Tensor, v_IHC: torch.Tensor, lengths: Sequence[int]
+) -> torch.Tensor:
+    """Return attention [I, H C] of all patches to all within runs of these lengths."""
+    if len(set(lengths)) > 1:
+        parts = zip(*(x.split(list(lengths)) for x in (q_IHC, k_IHC, v_IHC)), strict=True)
+        return torch.cat([attend(*part, lengths=(part[0].shape[0],)) for part in parts])
+    q, k, v = (
+        x.to(v_IHC.dtype).unflatten(0, (len(lengths), -1)).transpose(1, 2) for x in (q_IHC, k_IHC, v_IHC)
+    )
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1).flatten(1)
 
 
 # --- Qwen2.5-VL and Qwen3-VL ---------------------------------------------------------------------------------------
@@ -120,8 +129,7 @@ class QwenAttention(nn.Module):
         """Attend within runs of patches of these lengths."""
         q, k, v = self.qkv(x_ID).view(x_ID.shape[0], 3, self.heads, -1).unbind(1)
         q, k = (turn(x.contiguous(), angles, is_interleaved=False) for x in (q, k))
-        parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-        return self.proj(torch.cat([attend(*part) for part in parts]))
+        return self.proj(attend(q, k, v, lengths))
 
 
 class QwenMLP(nn.Module):
@@ -210,23 +218,27 @@ class QwenTower(nn.Module):
         if config.deep:
             self.deepstack_merger_list = nn.ModuleList(QwenMerger(config, is_deep=True) for _ in config.deep)
 
-    def forward(self, pixels_IX: torch.Tensor, grid: Grid) -> Features:
-        """Encode one image.
+    def forward(self, pixels_IX: torch.Tensor, grid: Grid, count: int = 1) -> Features:
+        """Encode images of one size.
 
         Args:
-            pixels_IX: Its patches, normalised, square by square (`whet.model.vision.pixels`).
-            grid: Squares of patches.
+            pixels_IX: Their patches, normalised, image by image, square by square (`whet.model.vision.pixels`).
+            grid: Squares of patches of one of them.
+            count: Number of images.
         """
         config, device = self.config, pixels_IX.device
+        size = pixels_IX.shape[0] // count
         places_I2 = self._places(grid).to(device)
         x_ID = self.patch_embed["proj"](pixels_IX)
         if config.positions:
-            x_ID = x_ID + self._positions(places_I2, grid).to(x_ID.dtype)
+            x_ID = x_ID + self._positions(places_I2, grid).to(x_ID.dtype).repeat(count, 1)
+        places_I2 = places_I2.repeat(count, 1)
         order_I, windows = self._windows(grid)
         if order_I is not None:
-            order_I = order_I.to(device)
+            starts = torch.arange(count)[:, None] * size
+            order_I = (starts + order_I).flatten().to(device)
             x_ID, places_I2 = x_ID[order_I], places_I2[order_I]
-        angles, whole = self._angles(places_I2), (x_ID.shape[0],)
+        angles, whole, windows = self._angles(places_I2), (size,) * count, windows * count
         deep = []
         for index, block in enumerate(self.blocks):
             is_whole = not windows or index in config.whole_layers
@@ -299,8 +311,7 @@ class ClipAttention(nn.Module):
         q, k, v = (
             p(x_ID).view(x_ID.shape[0], self.heads, -1) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
-        parts = zip(*(x.chunk(views) for x in (q, k, v)), strict=True)
-        return self.out_proj(torch.cat([attend(*part) for part in parts]))
+        return self.out_proj(attend(q, k, v, (x_ID.shape[0] // views,) * views))
 
 
 class ClipMLP(nn.Module):
@@ -391,7 +402,8 @@ class Pooling(nn.Module):
     def forward(self, x_VID: torch.Tensor) -> torch.Tensor:
         """Return embeddings [V, tokens, D]."""
         pooled = F.avg_pool2d(_as_square(x_VID).permute(0, 3, 1, 2), self.side).flatten(2).transpose(1, 2)
-        return self.mm_soft_emb_norm(pooled) @ self.mm_input_projection_weight
+        # One product per view: a larger one may sum in another order, and the bits of an image would be of its company.
+        return torch.stack([view @ self.mm_input_projection_weight for view in self.mm_soft_emb_norm(pooled)])
 
 
 class TwoProducts(nn.Module):
@@ -445,14 +457,15 @@ class ClipTower(nn.Module):
         kinds = {"pool": Pooling, "mlp": TwoProducts, "shuffle": Shuffle}
         self.projector = kinds[config.projector](config)
 
-    def forward(self, pixels_IX: torch.Tensor, grid: Grid) -> Features:
-        """Encode one image.
+    def forward(self, pixels_IX: torch.Tensor, grid: Grid, count: int = 1) -> Features:
+        """Encode images.
 
         Args:
-            pixels_IX: Patches of its views, row by row.
-            grid: Their placeholder tokens.
+            pixels_IX: Patches of their views, image by image, row by row.
+            grid: Placeholder tokens of one of them.
+            count: Number of images.
         """
-        x_VID = self.tower(pixels_IX, grid.views)
+        x_VID = self.tower(pixels_IX, grid.views * count)
         return Features(self.projector(x_VID).flatten(0, 1))
 
 
