@@ -20,7 +20,7 @@ below."""
 
 
 def library() -> Any:
-    """Import python-chess with its engines and pictures.
+    """Import python-chess with its engines, games and pictures.
 
     Raises:
         UserError: If the package is missing.
@@ -28,6 +28,7 @@ def library() -> Any:
     try:
         import chess
         import chess.engine
+        import chess.pgn
         import chess.svg
     except ImportError as error:
         raise UserError(f"chess needs python-chess: {install_command('chess')} ({error})") from error

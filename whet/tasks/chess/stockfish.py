@@ -129,11 +129,13 @@ class Stockfish:
         key = f"{seen.epd()} {seen.halfmove_clock}"
         with self._lock:
             future = self._running.get(key)
-        if future is not None or (known := self._known(key)) is not None:
+        known = self._known(key) if future is None else None
+        if future is not None:
             self.num_cached += 1
-            if future is None:
-                future = Future()
-                future.set_result(known)
+        elif known is not None:
+            self.num_cached += 1
+            future = Future()
+            future.set_result(known)
         else:
             future = asyncio.run_coroutine_threadsafe(self._search(key, seen), self._loop)
             with self._lock:
