@@ -273,6 +273,7 @@ VALUES: dict[str, list[Any]] = {
 UNSEEN: dict[str, str] = {
     "task.nodes": "needs Stockfish: tests/tasks/chess/test_stockfish.py",
     "task.layout": "needs Stockfish: tests/tasks/chess/test_chess_formats.py",
+    "self_play.": "needs Stockfish: tests/train/test_self_play.py",
     "games.": "needs a task of chess: tests/eval/test_chess_eval.py",
     "require": "is the exit status: tests/eval/test_chess_eval.py",
     "policy.model.vocab_size": "set from the tokenizer, as its text says",

@@ -26,6 +26,7 @@ from whet.train.optim.step import PRESETS, OptimConfig
 from whet.train.rl import check, main
 from whet.train.rl_config import RLConfig, plan
 from whet.train.rollout.overlap import OverlapConfig
+from whet.train.rollout.self_play import SelfPlayConfig
 
 
 def reinforce() -> AlgoConfig:
@@ -239,7 +240,11 @@ def chess() -> RLConfig:
     )
 
 
-def _rookworld(slug: str, task: TaskConfig) -> RLConfig:
+OF_POLICY, OF_ENVIRONMENT = ("chess_legal", "chess_best"), ("chess_fen", "chess_flags")
+"""Parts of lines that are measured beside what is paid."""
+
+
+def _rookworld(slug: str, task: TaskConfig, parts: tuple[str, ...]) -> RLConfig:
     """The seed's run of GRPO on RookWorld-LM 124M, with what it lacked.
 
     Its settings: lr 1e-5, weight decay 0.01, clip 0.2, KL 0.02, eight samples of eight positions at temperature 0.7 and
@@ -251,7 +256,7 @@ def _rookworld(slug: str, task: TaskConfig) -> RLConfig:
         out=f"runs/{slug}-rl",
         policy=rookworld_policy("jrahn/RookWorld-LM-124M"),
         task=task,
-        rewards={"rookworld": 1.0, "correct": 0.0, "chess_legal": 0.0, "chess_best": 0.0, "chess_fen": 0.0},
+        rewards={"rookworld": 1.0, "correct": 0.0} | dict.fromkeys(parts, 0.0),
         sampling=SamplingParams(temperature=0.7, top_p=0.95, max_new_tokens=144),
         algo=replace(grpo(), kl="k3_loss", kl_coef=0.02, kl_target=0.1),
         optim=OptimConfig(
@@ -262,6 +267,8 @@ def _rookworld(slug: str, task: TaskConfig) -> RLConfig:
             max_grad_norm=1.0,
             precision="bfloat16_autocast",
         ),
+        # 70 % of the problems from games, the rest from the task: the source's share of openings is 0.3.
+        self_play=SelfPlayConfig(share=0.7 if task.name != "chess-env" else 0.0),
         num_steps=1000,
         num_prompts=8,
         group_size=8,
@@ -273,17 +280,19 @@ def _rookworld(slug: str, task: TaskConfig) -> RLConfig:
 
 def rookworld_124m() -> RLConfig:
     """The seed's GRPO on RookWorld-LM 124M, corrected: three lines of the policy to one of the environment."""
-    return _rookworld("rookworld-124m", CHESS)
+    return _rookworld("rookworld-124m", CHESS, (*OF_POLICY, *OF_ENVIRONMENT))
 
 
 def rookworld_124m_p() -> RLConfig:
     """The same on lines of the policy alone (P:)."""
-    return _rookworld("rookworld-124m-p", TaskConfig(name="chess-policy", num_problems=CHESS.num_problems))
+    task = TaskConfig(name="chess-policy", num_problems=CHESS.num_problems)
+    return _rookworld("rookworld-124m-p", task, OF_POLICY)
 
 
 def rookworld_124m_a() -> RLConfig:
     """The same on lines of the environment alone (A:)."""
-    return _rookworld("rookworld-124m-a", TaskConfig(name="chess-env", num_problems=CHESS.num_problems))
+    task = TaskConfig(name="chess-env", num_problems=CHESS.num_problems)
+    return _rookworld("rookworld-124m-a", task, OF_ENVIRONMENT)
 
 
 def stories260k_gsm8k() -> RLConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from whet.tasks.selftest import mutated_answer
 from whet.types import ManyJudge, PartsTask, Problem, Task, problem_uid
 
 PART = "part"
@@ -58,6 +59,11 @@ class Mixture:
             )
             verdicts |= dict(zip(places, found, strict=True))
         return [verdicts[place] for place in range(len(items))]
+
+    def wrong_answer(self, problem: Problem) -> str:
+        """Return a near miss, as the task that the problem came from makes it."""
+        make = getattr(self.parts[problem.meta[PART]], "wrong_answer", None)
+        return mutated_answer(problem.answer) if make is None else make(problem)
 
     @property
     def part_names(self) -> tuple[str, ...]:

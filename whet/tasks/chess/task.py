@@ -64,6 +64,7 @@ class Chess:
         answer_type: 'text'.
         part_names: Parts that `part_scores` returns.
         needs_gold: False where Stockfish is missing: then a row without a best move has none.
+        layout: How the policy's prompt is padded.
         bad_rows: Rows of the user's file that were skipped.
         seconds_per_answer: Limit of one judgement.
     """
@@ -97,7 +98,7 @@ class Chess:
             UserError: If python-chess is missing.
         """
         self.name, self._kinds, self._path = name, KINDS[name], path
-        self._layout: Layout = layout
+        self.layout: Layout = layout
         self._count, self._seed = num_problems or NUM_POSITIONS[name], seed
         self._nodes, self._max_bad_rows = nodes or NODES, max_bad_rows
         self._splits: dict[str, list[Problem]] = {}
@@ -116,6 +117,20 @@ class Chess:
             self._splits = self._made()
         return list(self._splits[split])
 
+    @property
+    def plays(self) -> bool:
+        """Whether it asks for moves, which Stockfish's lines judge."""
+        return self._kinds != ("environment",)
+
+    @property
+    def engine(self) -> Stockfish | None:
+        """The pool; None where the environment alone is asked, or an evaluation's rows do without.
+
+        Raises:
+            EngineError: If it is needed and missing.
+        """
+        return self._engine()
+
     def _made(self) -> dict[str, list[Problem]]:
         engine = self._engine()
         if self._path:
@@ -132,7 +147,7 @@ class Chess:
             if self.name == "chess" and self._path:
                 place = "test"
             for kind in self._kinds:
-                problem = make_problem(kind, self.name, position, board, own, layout=self._layout, key=key)
+                problem = make_problem(kind, self.name, position, board, own, layout=self.layout, key=key)
                 if problem.uid not in seen:
                     seen.add(problem.uid)
                     splits[place].append(problem)
