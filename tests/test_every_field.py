@@ -271,6 +271,11 @@ VALUES: dict[str, list[Any]] = {
 """Other values of fields by their last words, where the plain rule (one more, half, the opposite) gives none."""
 
 UNSEEN: dict[str, str] = {
+    "task.nodes": "needs Stockfish: tests/tasks/chess/test_stockfish.py",
+    "task.layout": "needs Stockfish: tests/tasks/chess/test_chess_formats.py",
+    "self_play.": "needs Stockfish: tests/train/test_self_play.py",
+    "games.": "needs a task of chess: tests/eval/test_chess_eval.py",
+    "require": "is the exit status: tests/eval/test_chess_eval.py",
     "policy.model.vocab_size": "set from the tokenizer, as its text says",
     "policy.train_vision": "a model that sees: tests/train/test_images.py",
     "policy.max_image_tokens": "a model that sees: tests/train/test_image_runs.py",

@@ -86,6 +86,8 @@ def load(name: str) -> Program:
             from whet.inspect.replay.replay import PROGRAM
         case "chat":
             from whet.serve.chat import PROGRAM
+        case "chess":
+            from whet.serve.chess.chess import PROGRAM
         case "serve":
             from whet.serve.serve import PROGRAM
         case "export":
@@ -146,6 +148,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "use": {
         "chat": "talk to a model in the terminal",
+        "chess": "play chess against a model: in the terminal, on a page, or as a UCI engine",
         "serve": "serve a model to OpenAI's clients and evaluation harnesses",
         "export": "write a model for transformers, peft, llama.cpp, Ollama or mlx, and check it there",
         "push": "upload a run's model to the hub, with a card of what was measured",
@@ -180,7 +183,7 @@ ARGUMENTS = {
     **dict.fromkeys(RECIPE_FILES, "RECIPE"),
     **dict.fromkeys(("plan", "diagnose", "profile", "sweep", "seeds"), "RECIPE"),
     **dict.fromkeys(("report", "watch", "track", "replay"), "RUN"),
-    **dict.fromkeys(("chat", "serve", "quantize", "export"), "MODEL"),
+    **dict.fromkeys(("chat", "chess", "serve", "quantize", "export"), "MODEL"),
     **dict.fromkeys(("compare", "infer", "probe"), "MODEL ..."),
     "explain": "[TOPIC]",
     **dict.fromkeys(("audit", "data"), "TASK"),

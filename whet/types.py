@@ -408,6 +408,21 @@ class ManyJudge(Protocol):
         ...
 
 
+@runtime_checkable
+class PartsTask(Protocol):
+    """A task whose completions have parts with scores of their own."""
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Names of all parts that it scores; empty for none."""
+        ...
+
+    def part_scores(self, problem: Problem, answer: str | None) -> Mapping[str, float]:
+        """Return the score of each part, at most 1, and sums of them by name; what the problem does not have is left
+        out."""
+        ...
+
+
 class UserError(ValueError):
     """A mistake of the user's: printed as one line, exit status 2, never a traceback.
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from whet.config import align, dump_yaml
+from whet.eval.chess.games import GamesConfig, Player, measure_games
 from whet.eval.grade import AnswerFrom
 from whet.eval.measure import Chunk, EvalResult, evaluate, total_work
 from whet.eval.progress import read_finished, save_chunk, start_progress
@@ -26,15 +28,31 @@ from whet.model.lora.files import find_model
 from whet.model.weights import check_weights
 from whet.report.markdown import write_report
 from whet.rewards.base import EPISODE, JUDGE, MODEL, WeightedReward, build_rewards
+from whet.stats import Interval
 from whet.storage.folder import check_folder, open_run
 from whet.tasks.base import OPTIONS, TaskConfig, answer_type_of, check_gold, load_task
+from whet.tasks.chess.stockfish import EngineError
 from whet.tasks.quarantine import write_quarantine
 from whet.tasks.tools import environment_for
 from whet.telemetry.display import advancing, open_display
 from whet.telemetry.hardware import HardwareMonitor
 from whet.telemetry.log import RunLog
 from whet.telemetry.provenance import data_hash, write_environment, write_provenance
-from whet.types import Problem, Task, UserError
+from whet.types import Problem, Task, UnreadError, UserError
+
+MISSED, ENVIRONMENT_MISSED, ENGINE_FAILED = 1, 2, 3
+"""Exit status where a required metric is missed, one of chess's environment is, or Stockfish fails."""
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """A task with measures of its own besides right and wrong."""
+
+    def measures(
+        self, items: Sequence[tuple[Problem, str]]
+    ) -> tuple[Mapping[str, Interval], Mapping[str, Any]]:
+        """Return metrics of greedy answers with intervals, and what they are made of as JSON values."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +89,11 @@ class EvalConfig:
     """Dtype of the parameters: float32 or bfloat16."""
     seed: int = 0
     """Seed of the samples and of the bootstrap."""
+    games: GamesConfig = field(default_factory=GamesConfig)
+    """Games that are played after an evaluation of chess."""
+    require: dict[str, float] = field(default_factory=dict)
+    """Least value of metrics, by name; one that is missed ends with exit status 1, one of chess's environment (env_...)
+    with 2."""
     hardware: bool = True
     """Record power, energy, load and memory of the devices during sampling."""
 
@@ -91,6 +114,8 @@ class EvalConfig:
                 f"k = {wrong}: pass@{wrong} needs 1 <= k <= num_samples = {self.num_samples}; draw more samples, or "
                 "use a smaller k"
             )
+        if self.games != GamesConfig() and (self.tasks or not self.task.name.startswith("chess")):
+            raise UnreadError("games is read with one task of chess alone; leave it out", "games")
         for name in {JUDGE, MODEL} & self.rewards.keys():
             raise ValueError(f"rewards.{name}: evaluations do not use a {name}; leave it out")
         task_configs(self)
@@ -197,9 +222,39 @@ class _Job:
 
 def main(config: EvalConfig, *, resume: bool = False) -> None:
     """Run the evaluation, write its folder, and say what to do next."""
-    if run(config, resume=resume):
+    try:
+        is_new = run(config, resume=resume)
+    except EngineError as error:
+        print(f"whet: error: {error}", file=sys.stderr)
+        raise SystemExit(ENGINE_FAILED) from None
+    if is_new:
         name = shlex.quote(config.out)
         print(f"next: whet report {name} | whet compare {name} OTHER_MODEL")
+    if status := check_required(config):
+        raise SystemExit(status)
+
+
+def check_required(config: EvalConfig) -> int:
+    """Compare the metrics of a finished evaluation with those that are required, and print what is missed.
+
+    Returns:
+        0; `MISSED`; or `ENVIRONMENT_MISSED` where a metric of chess's environment is.
+
+    Raises:
+        UserError: If there is no such metric.
+    """
+    status = 0
+    for name in task_configs(config) if config.require else ():
+        metrics = json.loads((Path(config.out) / name / SUMMARY).read_bytes())["metrics"]
+        for metric, least in config.require.items():
+            if metric not in metrics:
+                raise UserError(
+                    f"require.{metric}: this evaluation has no such metric; it has {', '.join(metrics)}"
+                )
+            if metrics[metric]["mean"] < least:
+                print(f"missed: {metric} = {metrics[metric]['mean']:.4g}, required {least:g}")
+                status = max(status, ENVIRONMENT_MISSED if metric.startswith("env_") else MISSED)
+    return status
 
 
 def run(config: EvalConfig, *, resume: bool = False) -> bool:
@@ -364,10 +419,40 @@ def _run(policy: Policy, job: _Job, model: dict[str, Any]) -> dict[str, Any]:
             on_chunk=keep,
         )
     result = replace(result, work=total_work(parts))
-    summary = write_summary(folder, result, label=_label(config), identity=identity, model=model)
+    own, details = _own_measures(policy, job, result, folder)
+    result = replace(result, metrics={**result.metrics, **own})
+    summary = write_summary(
+        folder, result, label=_label(config), identity=identity, model=model, measures=own, details=details
+    )
     _report(folder, summary, result)
     (folder / PROGRESS).unlink()
     return summary
+
+
+def _own_measures(
+    policy: Policy, job: _Job, result: EvalResult, folder: Path
+) -> tuple[dict[str, Interval], dict[str, Any]]:
+    """Return what the task measures itself, and what games say."""
+    if not isinstance(job.task, Measured):
+        return {}, {}
+    items = [
+        (problem, done.grade.answer or "")
+        for problem, done in zip(result.problems, result.greedy, strict=True)
+    ]
+    metrics, details = job.task.measures(items)
+    metrics, details = dict(metrics), dict(details)
+    games = job.config.games
+    if games.num_games:
+        player = Player(
+            policy,
+            max_new_tokens=job.config.sampling.max_new_tokens,
+            seed=job.config.seed,
+            layout=job.config.task.layout,
+        )
+        scores, told = measure_games(player, games, folder, name=_label(job.config), seed=job.config.seed)
+        metrics |= scores
+        details["games"] = told
+    return metrics, details
 
 
 def _identity(policy: Policy, job: _Job) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from whet.eval.metrics import summarise
 from whet.generate.policy import Policy, PolicyConfig
 from whet.model.quant import packed_tensors
 from whet.model.transformer import LanguageModel
+from whet.stats import Interval
 from whet.storage.commit import digest
 from whet.tasks.images import all_images
 from whet.telemetry.log import parse_row
@@ -227,10 +228,19 @@ def write_summary(
     label: str,
     identity: Mapping[str, Any],
     model: Mapping[str, Any] | None = None,
+    measures: Mapping[str, Interval] | None = None,
+    details: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write only eval.json, atomically, and return its content; arguments as in `write_result`."""
+    """Write only eval.json, atomically, and return its content; arguments as in `write_result`.
+
+    Args:
+        measures: Metrics that are the task's own: their means stand at the top of the file, too.
+        details: What these are made of.
+    """
     content = {
         "label": label,
+        **{name: interval.mean for name, interval in (measures or {}).items()},
+        **({"measures": list(measures), "details": dict(details or {})} if measures else {}),
         **summarise(result.problems, result.samples, result.metrics, seed=result.seed),
         "seconds": round(result.seconds, 2),
         **show_work(result.work),

@@ -100,6 +100,22 @@ def print_result(results: Mapping[str, Mapping[str, Interval]], num_problems: in
     Console().print(table)
 
 
+def tell_measures(summary: Mapping[str, Any]) -> list[str]:
+    """Return a line about each metric that is the task's own, with its interval."""
+    lines: list[str] = []
+    for name in summary.get("measures", ()):
+        row = summary["metrics"][name]
+        is_share = row["low"] >= 0 and row["high"] <= 1 and name not in NO_SHARES
+        scale, unit = (100, " %") if is_share else (1, "")
+        low, mean, high = (row[end] * scale for end in ("low", "mean", "high"))
+        lines.append(f"{name.replace('_', ' ')}: {mean:.1f}{unit} ({low:.1f} to {high:.1f})")
+    return lines
+
+
+NO_SHARES = ("eval_rank", "centipawn_loss", "centipawn_loss_legal", "puzzle_elo")
+"""Metrics of tasks that are no shares, whatever their values are."""
+
+
 def table_names(num_samples: int) -> list[str]:
     """Return the metrics of the table: six, which fit into 80 columns."""
     names = ["pass@1", "greedy", f"pass@{num_samples}", f"maj@{num_samples}", "format", "thinking_tokens"]
@@ -146,7 +162,10 @@ def describe(summary: Mapping[str, Any]) -> list[str]:
         for name, row in summary["metrics"].items()
         if name not in table_names(count) and (name.startswith(("pass@", "best@")) or name == "truncated")
     }
-    lines = [", ".join(f"{name} {100 * mean:.1f} %" for name, mean in others.items())]
+    lines = [
+        *tell_measures(summary),
+        ", ".join(f"{name} {100 * mean:.1f} %" for name, mean in others.items()),
+    ]
     if count > 1:
         share = {name: f"{100 * row['mean']:.1f} %" for name, row in summary["consistency"].items()}
         lines += [

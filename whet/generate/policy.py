@@ -30,6 +30,7 @@ from whet.model.lora.several import Several
 from whet.model.lora.trained import Trained
 from whet.model.quant import dequantize, quantize
 from whet.model.routing import Routing, times_read
+from whet.model.text.boards import boards
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, init_weights
@@ -52,7 +53,7 @@ INHERIT = "inherit"
 TemplateName = Literal["auto", "chat", "base", "plain"]
 NUM_CHECKED = 300
 MAX_UNKNOWN_SHARE = 0.01
-TOKENIZER_MADE = ("characters", "bytes")
+TOKENIZER_MADE = ("characters", "bytes", "boards")
 GPT_OSS_CUE = "<|start|>assistant"
 """Where gpt-oss's prompts end: the model opens a channel next."""
 
@@ -70,7 +71,7 @@ class PolicyConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     """Shape when the weights are random; vocab_size is set from the tokenizer."""
     tokenizer: str = ""
-    """Folder or hub name; 'characters' or 'bytes' to create one; empty for that of `init`."""
+    """Folder or hub name; 'characters', 'bytes' or 'boards' (for chess) to create one; empty for that of `init`."""
     alphabet: str = ""
     """The alphabet of a 'characters' tokenizer."""
     tags_as_tokens: bool = False
@@ -949,6 +950,8 @@ def _tokenizer(
         return Tokenizer.characters(config.alphabet, tags)
     if config.tokenizer == "bytes":
         return Tokenizer.bytes(tags)
+    if config.tokenizer == "boards":
+        return boards(tags)
     home = _home(folder, adapter, "tokenizer.json")
     tokenizer = Tokenizer.load(config.tokenizer or str(home))
     if not config.tokenizer and home != folder and folder and (folder / "tokenizer.json").is_file():

@@ -12,7 +12,7 @@ from whet.eval.compare.compare import plan as compare_plan
 from whet.eval.evaluate import EvalConfig, check, main, plan
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
-from whet.recipes.models import OWN, calculator_policy, demo_policy
+from whet.recipes.models import OWN, calculator_policy, chess_policy, demo_policy
 from whet.tasks.base import TaskConfig
 
 
@@ -75,12 +75,26 @@ def math500() -> EvalConfig:
     )
 
 
+def chess() -> EvalConfig:
+    """Any chess model (--policy.init) on positions of your file (--task.path) or of ours: legal moves, best moves, the
+    environment to the letter, centipawn loss, puzzles; with --games.num-games 20 also games."""
+    return EvalConfig(
+        out="runs/chess-eval",
+        policy=chess_policy("runs/chess-rl"),
+        task=TaskConfig(name="chess"),
+        num_problems=0,
+        num_samples=1,
+        sampling=SamplingParams(max_new_tokens=144),
+    )
+
+
 RECIPES: dict[str, Callable[[], EvalConfig]] = {
     "own": own,
     "demo": demo,
     "calculator": calculator,
     "gsm8k": gsm8k,
     "math500": math500,
+    "chess": chess,
 }
 
 

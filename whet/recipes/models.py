@@ -11,6 +11,7 @@ from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
 from whet.model.weights import build_model
 from whet.schema import SCHEMAS
+from whet.tasks.base import TaskConfig
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.tasks.made.drawing import COLOURS
 from whet.tasks.made.products import Products
@@ -135,6 +136,33 @@ def calculator_policy(init: str = "") -> PolicyConfig:
         alphabet=Products.alphabet,
         tools=("calculator",),
     )
+
+
+CHESS = TaskConfig(name="mixture", weights={"chess-policy": 3.0, "chess-env": 1.0}, num_problems=20_000)
+"""Lines of both kinds, three of the policy to one of the environment, as the source mixes them."""
+
+
+def rookworld_policy(init: str) -> PolicyConfig:
+    """A GPT-2 124M that reads and writes lines of chess with its own tokenizer."""
+    return PolicyConfig(init=init, schema="none", template="plain", max_rows=128)
+
+
+def chess_policy(init: str = "") -> PolicyConfig:
+    """A 2.4 M parameter Llama over squares, moves and numbers, from random weights or from an earlier stage."""
+    if init:
+        return PolicyConfig(init=init, max_rows=256)
+    shape = ModelConfig(
+        hidden_size=192,
+        intermediate_size=512,
+        num_layers=5,
+        num_heads=6,
+        num_kv_heads=6,
+        head_dim=32,
+        max_positions=256,
+        rope_theta=1000.0,
+        init_std=0.05,
+    )
+    return PolicyConfig(model=shape, tokenizer="boards", schema="none", template="plain", max_rows=256)
 
 
 def gpt2_policy() -> PolicyConfig:

@@ -11,7 +11,14 @@ from whet.generate.policy import INHERIT, PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.inspect.memory.room import check_room, sized
 from whet.model.lora.side import LoRAConfig
-from whet.recipes.models import OWN, calculator_policy, demo_policy
+from whet.recipes.models import (
+    CHESS,
+    OWN,
+    calculator_policy,
+    chess_policy,
+    demo_policy,
+    rookworld_policy,
+)
 from whet.tasks.base import TaskConfig
 from whet.train.objective.objective import AlgoConfig
 from whet.train.objective.teacher import TeacherConfig
@@ -19,6 +26,7 @@ from whet.train.optim.step import PRESETS, OptimConfig
 from whet.train.rl import check, main
 from whet.train.rl_config import RLConfig, plan
 from whet.train.rollout.overlap import OverlapConfig
+from whet.train.rollout.self_play import SelfPlayConfig
 
 
 def reinforce() -> AlgoConfig:
@@ -211,6 +219,82 @@ def calculator() -> RLConfig:
     )
 
 
+def chess() -> RLConfig:
+    """GRPO on lines of chess from the fine-tuned small model: python-chess and Stockfish's lines decide what pays."""
+    return RLConfig(
+        out="runs/chess-rl",
+        policy=chess_policy("runs/chess-sft"),
+        task=CHESS,
+        rewards={"chess": 1.0, "correct": 0.0, "chess_legal": 0.0, "chess_best": 0.0, "chess_fen": 0.0},
+        sampling=SamplingParams(temperature=1.0, max_new_tokens=112),
+        algo=AlgoConfig(clip_high=0.28, kl="k3_loss", kl_coef=0.005, kl_target=0.05),
+        optim=OptimConfig(
+            lr=1e-4, schedule="linear", final_lr_share=0.1, warmup_steps=10, beta2=0.98, max_grad_norm=1.0
+        ),
+        num_steps=200,
+        num_prompts=16,
+        group_size=8,
+        validation_problems=256,
+        validate_every=50,
+        save_every=100,
+    )
+
+
+OF_POLICY, OF_ENVIRONMENT = ("chess_legal", "chess_best"), ("chess_fen", "chess_flags")
+"""Parts of lines that are measured beside what is paid."""
+
+
+def _rookworld(slug: str, task: TaskConfig, parts: tuple[str, ...]) -> RLConfig:
+    """The seed's run of GRPO on RookWorld-LM 124M, with what it lacked.
+
+    Its settings: lr 1e-5, weight decay 0.01, clip 0.2, KL 0.02, eight samples of eight positions at temperature 0.7 and
+    top-p 0.95, 1,000 steps. Corrected: the ratio starts from the policy that sampled, the KL from the reference; 144
+    new tokens (64 cut an environment's line off); fixed nodes, not time; the best move is the side's to move; the
+    warm-up takes place; KL's weight adapts.
+    """
+    return RLConfig(
+        out=f"runs/{slug}-rl",
+        policy=rookworld_policy("jrahn/RookWorld-LM-124M"),
+        task=task,
+        rewards={"rookworld": 1.0, "correct": 0.0} | dict.fromkeys(parts, 0.0),
+        sampling=SamplingParams(temperature=0.7, top_p=0.95, max_new_tokens=144),
+        algo=replace(grpo(), kl="k3_loss", kl_coef=0.02, kl_target=0.1),
+        optim=OptimConfig(
+            lr=1e-5,
+            schedule="constant",
+            warmup_steps=100,
+            weight_decay=0.01,
+            max_grad_norm=1.0,
+            precision="bfloat16_autocast",
+        ),
+        # 70 % of the problems from games, the rest from the task: the source's share of openings is 0.3.
+        self_play=SelfPlayConfig(share=0.7 if task.name != "chess-env" else 0.0),
+        num_steps=1000,
+        num_prompts=8,
+        group_size=8,
+        validation_problems=200,
+        validate_every=100,
+        save_every=100,
+    )
+
+
+def rookworld_124m() -> RLConfig:
+    """The seed's GRPO on RookWorld-LM 124M, corrected: three lines of the policy to one of the environment."""
+    return _rookworld("rookworld-124m", CHESS, (*OF_POLICY, *OF_ENVIRONMENT))
+
+
+def rookworld_124m_p() -> RLConfig:
+    """The same on lines of the policy alone (P:)."""
+    task = TaskConfig(name="chess-policy", num_problems=CHESS.num_problems)
+    return _rookworld("rookworld-124m-p", task, OF_POLICY)
+
+
+def rookworld_124m_a() -> RLConfig:
+    """The same on lines of the environment alone (A:)."""
+    task = TaskConfig(name="chess-env", num_problems=CHESS.num_problems)
+    return _rookworld("rookworld-124m-a", task, OF_ENVIRONMENT)
+
+
 def stories260k_gsm8k() -> RLConfig:
     """GRPO on GSM8K from the fine-tuned stories260k: format and correctness rewards."""
     return RLConfig(
@@ -397,6 +481,10 @@ RECIPES: dict[str, Callable[[], RLConfig]] = {
     "demo": demo,
     "demo-distill": demo_distill,
     "calculator": calculator,
+    "chess": chess,
+    "rookworld-124m": rookworld_124m,
+    "rookworld-124m-p": rookworld_124m_p,
+    "rookworld-124m-a": rookworld_124m_a,
     "stories260k-gsm8k": stories260k_gsm8k,
     "gpt2-gsm8k": gpt2_gsm8k,
     "qwen2.5-0.5b-math": qwen25_05b_math,

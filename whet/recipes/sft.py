@@ -8,7 +8,16 @@ from dataclasses import replace
 from whet.cli import Program
 from whet.generate.policy import PolicyConfig
 from whet.inspect.memory.room import check_room, sized
-from whet.recipes.models import OWN, STORIES, calculator_policy, demo_policy, gpt2_policy
+from whet.recipes.models import (
+    CHESS,
+    OWN,
+    STORIES,
+    calculator_policy,
+    chess_policy,
+    demo_policy,
+    gpt2_policy,
+    rookworld_policy,
+)
 from whet.tasks.base import TaskConfig
 from whet.train.optim.step import PRESETS, OptimConfig
 from whet.train.sft import SFTConfig, check, main, plan
@@ -95,6 +104,39 @@ def gpt2_gsm8k() -> SFTConfig:
         num_steps=2000,
         batch_size=32,
         validate_every=200,
+    )
+
+
+def chess() -> SFTConfig:
+    """Lines of chess from random weights: best moves by Stockfish, and what becomes of a board."""
+    return SFTConfig(
+        out="runs/chess-sft",
+        policy=chess_policy(),
+        task=CHESS,
+        optim=OptimConfig(
+            lr=2e-3, warmup_steps=100, final_lr_share=0.02, beta2=0.98, weight_decay=0.1, max_grad_norm=1.0
+        ),
+        num_steps=3000,
+        batch_size=64,
+        validation_problems=256,
+        validate_every=500,
+        save_every=3000,
+    )
+
+
+def rookworld_124m() -> SFTConfig:
+    """GPT-2 124M on lines of chess, as RookWorld-LM was made: P: and A: lines in one model."""
+    return SFTConfig(
+        out="runs/rookworld-124m-sft",
+        policy=rookworld_policy("openai-community/gpt2"),
+        task=replace(CHESS, num_problems=200_000),
+        optim=OptimConfig(
+            lr=6e-4, warmup_steps=200, weight_decay=0.1, beta2=0.95, precision="bfloat16_autocast"
+        ),
+        num_steps=10_000,
+        batch_size=64,
+        validate_every=500,
+        save_every=1000,
     )
 
 
@@ -192,6 +234,8 @@ RECIPES: dict[str, Callable[[], SFTConfig]] = {
     "calculator": calculator,
     "stories260k-gsm8k": stories260k_gsm8k,
     "gpt2-gsm8k": gpt2_gsm8k,
+    "chess": chess,
+    "rookworld-124m": rookworld_124m,
     "qwen2.5-0.5b-math": qwen25_05b_math,
     "qwen2.5-1.5b-math": qwen25_15b_math,
     "qwen2.5-3b-math": qwen25_3b_math,

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from whet.model.vision.reading import is_data_uri, is_url, read_picture, shown
+from whet.report.boards import SCHEME, draw_board
 from whet.types import UserError
 
 MAX_SIDE = 640
@@ -69,6 +70,8 @@ def picture_of(source: str, folder: Path | None = None) -> Picture:
             file is decoded and encoded again, so that nothing but pixels gets into the page.
         folder: Run folder that a relative path is in, if it is there; else it is in the working directory.
     """
+    if source.startswith(SCHEME):
+        return draw_board(source)
     name = "" if is_data_uri(source) else source[:MAX_NOTE]
     if len(source) <= MAX_AS_IT_IS and _SAFE_URI.fullmatch(source):
         return {"name": name, "src": source}

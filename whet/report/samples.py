@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from whet.report.boards import board_sources
 from whet.report.pictures import MAX_IMAGES, Pictures
 from whet.telemetry.log import as_number, parse_row
 
@@ -135,15 +136,17 @@ def clean(row: Mapping[str, Any]) -> dict[str, Any]:
     extra = {"extracted": row.get("answer")} if "gold" in row else {}
     step, right = as_number(row.get("step")), rewards.get("correct")
     tokens = as_number(row.get("num_completion_tokens", row.get("completion_tokens")))
+    prompt, gold = _text(row.get("prompt")), _text(row.get("gold", row.get("answer")))
+    completion = _text(row.get("completion", row.get("text")))
+    images = [source for source in _list(row.get("images")) if isinstance(source, str)]
     return {
         "step": int(step) if step is not None and 0 <= step < 2**53 else None,
         "uid": _text(row.get("uid")),
         "index": index if isinstance(index, (int, str)) else None,
-        "prompt": _text(row.get("prompt")),
-        "images": [source for source in _list(row.get("images")) if isinstance(source, str)][:MAX_IMAGES],
-        "answer": _text(row.get("gold", row.get("answer")))
-        + "".join(f"\nor {_text(other)}" for other in others),
-        "completion": _text(row.get("completion", row.get("text"))),
+        "prompt": prompt,
+        "images": [*images, *board_sources(prompt, gold, completion)][:MAX_IMAGES],
+        "answer": gold + "".join(f"\nor {_text(other)}" for other in others),
+        "completion": completion,
         "num_completion_tokens": None if tokens is None else int(tokens),
         "finish_reason": None if finish is None else _text(finish),
         "rewards": rewards,

@@ -11,13 +11,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from whet.rewards.answers.numbers import Number, parse_literal, parse_number
 from whet.rewards.answers.scripts import fold
 from whet.rewards.steps.audit import audit_steps
 from whet.schema import ResponseSchema
-from whet.types import Problem, Reward, Task, UserError
+from whet.types import PartsTask, Problem, Reward, Task, UserError
 
 # Partial credit for programs: how far loading got, the share of passed tests, the share of keywords used.
 
@@ -107,6 +108,43 @@ class Preset:
     worst: float
     is_reached: bool = True
     needs_gold: bool = False
+
+
+# Parts of a completion that its task scores: lines of chess.
+
+
+def _task_part(name: str, part: str, schema: ResponseSchema, task: Task) -> Reward:
+    if not isinstance(task, PartsTask) or part not in (*task.part_names, *CHESS_SUMS):
+        raise UserError(
+            f"rewards.{name}: task {task.name} has no such part; it is for chess-policy, chess-env, chess-reason and "
+            "mixtures of them"
+        )
+    if part in CHESS_SUMS and not task.part_names:
+        raise UserError(f"rewards.{name}: task {task.name} has no chess in it")
+
+    def score(problem: Problem, completion: str) -> float:
+        return task.part_scores(problem, schema.parse(completion).answer).get(part, 0.0)
+
+    return score
+
+
+CHESS_SUMS = {"chess": 0.0, "rookworld": -2 / 3, "rookworld_later": 0.0, "rookworld_trl": -0.88}
+"""Sums of the parts of a chess line, 1 for the gold line, and the least that each pays: our own weights, and the
+published ones of three versions of RookWorld over their sum (`whet.tasks.chess.scoring`)."""
+CHESS_PARTS = ("legal", "candidates", "order", "evals", "best", "fen", "similarity", "reward", "flags")
+"""Parts of chess lines; a line that does not have a part scores 0 of it."""
+CHESS: dict[str, Preset] = {
+    **{
+        name: Preset(partial(_task_part, name, name), best=1.0, worst=worst)
+        for name, worst in CHESS_SUMS.items()
+    },
+    **{
+        f"chess_{part}": Preset(
+            partial(_task_part, f"chess_{part}", part), best=1.0, worst=0.0, is_reached=False
+        )
+        for part in CHESS_PARTS
+    },
+}
 
 
 def _raw_answer(schema: ResponseSchema, completion: str) -> str | None:
@@ -444,5 +482,6 @@ PRESETS: dict[str, Preset] = {
     "repetition": Preset(repetition, 0.0, -1.0, is_reached=False),
     "degenerate": Preset(degenerate, 0.0, DEGENERATE),
     "steps": Preset(steps, 1.0, 0.0, is_reached=False),
+    **CHESS,
 }
 """Name -> reward. `whet.rewards.base` adds `correct` and `format`."""

@@ -79,7 +79,7 @@ class ServeConfig:
             raise ValueError(
                 "weight_updates with several adapters: updates would leave them behind; leave one out"
             )
-        if not key_of(self) and not _is_local(self.host):
+        if not key_of(self) and not is_local(self.host):
             raise ValueError(
                 f"host = {self.host!r} can be reached from other machines: give --api-key KEY, "
                 "or listen at 127.0.0.1"
@@ -91,7 +91,8 @@ def key_of(config: ServeConfig) -> str:
     return config.api_key or os.environ.get(KEY_VARIABLE, "")
 
 
-def _is_local(host: str) -> bool:
+def is_local(host: str) -> bool:
+    """Say whether an address is this machine's own alone."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

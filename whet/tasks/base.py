@@ -13,6 +13,9 @@ from typing import Any
 from whet.config import Renamed, closest, show
 from whet.model.vision.reading import Urls
 from whet.schema import AnswerType
+from whet.tasks.chess.formats import GAPS, Layout
+from whet.tasks.chess.stockfish import MAX_NODES
+from whet.tasks.chess.task import KINDS, Chess
 from whet.tasks.choice import choice, yes_no
 from whet.tasks.code import Code
 from whet.tasks.gsm8k import GSM8K
@@ -38,6 +41,7 @@ from whet.types import Problem, Task, UnreadError, UserError
 _DRAWN = frozenset({"num_problems", "seed"})
 _MADE = _DRAWN | {"path", "max_bad_rows", "level"}
 _SEEN = _DRAWN | {"level", "cell"}
+_CHESS = _DRAWN | {"path", "max_bad_rows", "nodes", "layout"}
 _ROWS = frozenset({"path", "max_rows", "max_bad_rows", "symbolic"})
 _IMAGES = frozenset({"images", "image_root", "image_urls"})
 _COLUMNS = frozenset({"prompt", "answer", "solution"}) | _IMAGES
@@ -73,6 +77,9 @@ OPTIONS: dict[str, frozenset[str]] = {
     "choice": frozenset({"path", "max_bad_rows"}) | _IMAGES,
     "yes_no": frozenset({"path", "max_bad_rows"}) | _IMAGES,
     "gym": _DRAWN | {"path"},
+    **dict.fromkeys(KINDS, _CHESS),
+    "chess-env": _CHESS - {"nodes", "layout"},
+    "chess-reason": _CHESS - {"layout"},
     "jsonl": _ROWS | _COLUMNS | _ON_HUB,
     "hub": _ROWS | _COLUMNS | _ON_HUB,
     **dict.fromkeys(ROW_SETS, _ROWS | _ON_HUB),
@@ -80,7 +87,7 @@ OPTIONS: dict[str, frozenset[str]] = {
 }
 """Fields of `TaskConfig` that each task reads; setting another one is an error. A mixture also reads its parts' fields,
 except the path."""
-NO_PATH_NEEDED = frozenset({"countdown", "letters"})
+NO_PATH_NEEDED = frozenset({"countdown", "letters", *KINDS})
 """Tasks that generate their problems if no data is given."""
 FEW_PROBLEMS = 20
 """Fewer problems to train on are worth a warning."""
@@ -92,6 +99,7 @@ class TaskConfig:
 
     name: str = "arithmetic"
     """Generated: arithmetic, products, countdown, letters; with images: matrices, shapes, bars; 50 fixed sums: sanity;
+    chess: chess-policy, chess-env, chess-reason, chess (to evaluate);
     data of the hub: gsm8k, math, aime25, dapo_math and more (docs/tasks.md), or hub with any path; your own: jsonl,
     choice, yes_no, code, path.py:MyTask; gym (reasoning-gym); mixture. A file, a folder or a hub name stands for the
     task that reads it."""
@@ -135,6 +143,11 @@ class TaskConfig:
     """matrices, shapes, bars: pixels of a cell's side, 8 to 128; 0 means 32, one token of a model like Qwen3-VL."""
     seed: int = 0
     """Generated tasks, gym: seed of the problems."""
+    nodes: int = 0
+    """chess: nodes that Stockfish searches of each position; 0 means 2,000."""
+    layout: Layout = "padded"
+    """chess: the policy's prompt has its FEN padded to 90 characters, or is short (one space before M:), or diagnostic
+    (four). A model reads the one that it was trained on."""
     weights: dict[str, float] = field(default_factory=dict)
     """mixture: weight of each task by name; name a repeated task jsonl:a, jsonl:b."""
     paths: dict[str, str] = field(default_factory=dict)
@@ -145,7 +158,18 @@ class TaskConfig:
         "name": (
             *("path", "config", "split", "max_rows", "max_bad_rows", "keep_calculator", "prompt", "answer"),
             *("images", "image_root", "image_urls"),
-            *("solution", "symbolic", "num_problems", "level", "cell", "seed", "weights", "paths"),
+            *(
+                "solution",
+                "symbolic",
+                "num_problems",
+                "level",
+                "cell",
+                "seed",
+                "nodes",
+                "layout",
+                "weights",
+                "paths",
+            ),
         )
     }
 
@@ -170,9 +194,13 @@ class TaskConfig:
             raise UserError(
                 f"task.name = {show(self.name)}: expected one of {', '.join(OPTIONS)} or path.py:MyTask{hint}"
             )
-        for name in ("max_bad_rows", "max_rows", "num_problems"):
+        for name in ("max_bad_rows", "max_rows", "num_problems", "nodes"):
             if getattr(self, name) < 0:
                 raise UserError(f"task.{name} = {getattr(self, name)}: expected 0 or more")
+        if self.nodes > MAX_NODES:
+            raise UserError(f"task.nodes = {self.nodes}: expected at most {MAX_NODES:,}")
+        if self.layout not in GAPS:
+            raise UserError(f"task.layout = {show(self.layout)}: expected one of {', '.join(GAPS)}")
         if _needs_path(self.name) and not self.path:
             where = "hub name" if self.name == "hub" else "folder or file"
             raise UserError(f"task {self.name} needs data: give its {where} with --task.path")
@@ -298,6 +326,18 @@ def _rows(config: TaskConfig) -> Jsonl:
     )
 
 
+def _chess(config: TaskConfig) -> Chess:
+    return Chess(
+        config.name,
+        config.path,
+        num_problems=config.num_problems,
+        seed=config.seed,
+        nodes=config.nodes,
+        layout=config.layout,
+        max_bad_rows=config.max_bad_rows,
+    )
+
+
 def _code(config: TaskConfig) -> Code:
     return Code(
         config.name,
@@ -326,6 +366,7 @@ TASKS: dict[str, Callable[[TaskConfig], Task]] = {
     "choice": lambda config: choice(config.path, max_bad_rows=config.max_bad_rows, **_images(config)),
     "yes_no": lambda config: yes_no(config.path, max_bad_rows=config.max_bad_rows, **_images(config)),
     "gym": lambda config: Gym(config.path, num_problems=config.num_problems, seed=config.seed),
+    **dict.fromkeys(KINDS, _chess),
     **dict.fromkeys(("jsonl", "hub", *ROW_SETS), _rows),
     "mixture": _mixture,
 }

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from whet.types import ManyJudge, Problem, Task, problem_uid
+from whet.tasks.selftest import mutated_answer
+from whet.types import ManyJudge, PartsTask, Problem, Task, problem_uid
 
 PART = "part"
 
@@ -58,6 +59,22 @@ class Mixture:
             )
             verdicts |= dict(zip(places, found, strict=True))
         return [verdicts[place] for place in range(len(items))]
+
+    def wrong_answer(self, problem: Problem) -> str:
+        """Return a near miss, as the task that the problem came from makes it."""
+        make = getattr(self.parts[problem.meta[PART]], "wrong_answer", None)
+        return mutated_answer(problem.answer) if make is None else make(problem)
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Parts of completions that a task in it scores (`whet.types.PartsTask`); empty without such a task."""
+        named = (name for task in self.parts.values() for name in getattr(task, "part_names", ()))
+        return tuple(dict.fromkeys(named))
+
+    def part_scores(self, problem: Problem, answer: str | None) -> Mapping[str, float]:
+        """Score the parts of a completion by the task that the problem came from."""
+        task = self.parts[problem.meta[PART]]
+        return task.part_scores(problem, answer) if isinstance(task, PartsTask) else {}
 
 
 def _owned(problem: Problem, label: str) -> Problem:

@@ -141,6 +141,12 @@ METRICS: dict[str, Metric] = {
     "rl/staleness": Metric("steps", "steps between sampling and training; 0 is on-policy", ".0f"),
     "rl/token_age": Metric("steps", "mean updates since the weights that a token was drawn with", ".2f"),
     "rl/overlap": _share("share of sampling and scoring time hidden behind other work of a step"),
+    "rl/self_play_buffer": Metric(
+        "positions", "chess: positions of the policy's games that are kept", ",.0f"
+    ),
+    "rl/self_play_moves": Metric("moves", "chess: moves of the policy's games so far", ",.0f"),
+    "rl/self_play_games": Metric("games", "chess: games that ended so far", ",.0f"),
+    "rl/engine_wait_seconds": Metric("s", "chess: what was waited for Stockfish so far", ".1f"),
     "rl/updates": Metric("updates", "optimizer updates on the step's rollouts", ".0f"),
     "rl/mismatch_k3": Metric(
         "nats/token", "estimated KL of the sampler from the trainer before the first update", ".1e"

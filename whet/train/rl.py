@@ -41,7 +41,8 @@ from whet.train.rollout.curriculum import select_problems
 from whet.train.rollout.grading import grading
 from whet.train.rollout.order import data_order
 from whet.train.rollout.rollout import age_metrics, longest_sequence, rollout_metrics, sample_note
-from whet.train.rollout.source import Collected, RolloutSource
+from whet.train.rollout.self_play import SelfPlayOrder
+from whet.train.rollout.source import Collected, DataOrder, RolloutSource
 from whet.train.run import Held, Run
 from whet.train.session import TrainStep, begin, end_check, finish, open_folder, write_origin
 from whet.train.setup import audit_parts, load_rl
@@ -139,7 +140,11 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
         run = Run(
             "rl", config, policy, tracking, best="eval/greedy", higher_is_better=True, headline=HEADLINE
         )
-        order = data_order(task, kept, config.seed)
+        order: DataOrder = data_order(task, kept, config.seed)
+        if config.self_play.share:
+            if world_size() > 1:
+                raise UserError("self_play.share: games are played in one process; start it without torchrun")
+            order = SelfPlayOrder(order, config.self_play, task, config.seed)
         source = RolloutSource.of(config, policy, judged, rewards, order, sampler)
         failures = Failures(rewards)
         saved = run.restore(resume, objective.tensors()) if resume else None
@@ -175,6 +180,7 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
                         collected = source.next(step, partial(objective.add, progress=run.progress))
                     groups = trained_groups(collected, config)
                     metrics = sampled_metrics(collected, config, step, judge, failures)
+                    metrics |= source.order_metrics()
                     sampled = time.monotonic()
                     run.beat("train")
                     outcome = update(run, source, objective, collected, groups, config)

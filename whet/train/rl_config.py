@@ -23,6 +23,7 @@ from whet.train.optim.step import OptimConfig
 from whet.train.rollout.curriculum import CurriculumConfig
 from whet.train.rollout.overlap import OverlapConfig, check_overlap
 from whet.train.rollout.rollout import RolloutParams
+from whet.train.rollout.self_play import SelfPlayConfig
 from whet.types import UnreadError
 
 
@@ -38,6 +39,8 @@ class RLConfig:
     """The problems."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Which of the task's problems are trained on."""
+    self_play: SelfPlayConfig = field(default_factory=SelfPlayConfig)
+    """Chess: positions from the policy's own games beside the task's."""
     rewards: dict[str, float] = field(default_factory=lambda: {"correct": 1.0, "format": 0.1})
     """Weight of each built-in reward by name; 'episode' is what the task's environment pays."""
     reward: tuple[str, ...] = ()
@@ -142,6 +145,7 @@ class RLConfig:
                 "validation_samples is read with validation_problems; leave it out, or give some",
                 "validation_samples",
             )
+        self._check_self_play()
         self._check_judge()
         self._check_teacher()
         self._check_sampler()
@@ -201,6 +205,20 @@ class RLConfig:
             raise ValueError(
                 "cluster.partial = true with off_policy.router_replay: the experts of a sequence come from one version "
                 "of the weights; leave one out"
+            )
+
+    def _check_self_play(self) -> None:
+        """Refuse games that nobody asks for, and those whose moves come late or from several processes."""
+        if not self.self_play.share:
+            if self.self_play != SelfPlayConfig():
+                raise UnreadError(
+                    "self_play.* is read with self_play.share above 0 only; leave it out", "self_play"
+                )
+            return
+        if self.overlap.mode != "off" or self.off_policy.staleness or self.cluster.rollout_workers:
+            raise ValueError(
+                "self_play.share with overlap, off_policy.staleness or cluster: a game's next position is known when "
+                "its step is sampled; leave one out"
             )
 
     def _check_judge(self) -> None:

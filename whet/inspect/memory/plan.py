@@ -42,6 +42,7 @@ from whet.model.lora.adapter import CONFIG
 from whet.model.lora.files import find_model
 from whet.model.lora.side import with_tower
 from whet.model.quant import QUANTIZATION
+from whet.model.text.boards import boards
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import model_folder
 from whet.schema import find_schema
@@ -405,6 +406,8 @@ def policy_shape(policy: PolicyConfig) -> ModelConfig:
         tokenizer = Tokenizer.characters(policy.alphabet, tags)
     elif policy.tokenizer == "bytes":
         tokenizer = Tokenizer.bytes(tags)
+    elif policy.tokenizer == "boards":
+        tokenizer = boards(tags)
     else:
         tokenizer = Tokenizer.load(policy.tokenizer)
     return replace(policy.model, vocab_size=max(tokenizer.vocab_size, policy.padded_vocab_size))

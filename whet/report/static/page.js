@@ -30,7 +30,7 @@ function el(tag, attributes, ...children) {
 function pictures(list) {
   if (!list || !list.length) return "";
   const shown = list.map(({ name, src, note }, place) => {
-    if (!/^data:image\/(png|jpeg|gif|webp);base64,/.test(src || "")) return el("span", { class: "note" }, `image ${place + 1}: ${note || name || "not shown"}`);
+    if (!/^data:image\/(png|jpeg|gif|webp|svg\+xml);base64,/.test(src || "")) return el("span", { class: "note" }, `image ${place + 1}: ${note || name || "not shown"}`);
     const image = el("img", { alt: `image ${place + 1}`, title: name || null });
     image.addEventListener("load", () => image.classList.toggle("tiny", Math.max(image.naturalWidth, image.naturalHeight) < 96));
     image.src = src;

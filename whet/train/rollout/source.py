@@ -32,10 +32,14 @@ from whet.train.objective.advantage import (
     without_advantages,
 )
 from whet.train.rl_config import RLConfig
-from whet.train.rollout.order import DataOrder
+from whet.train.rollout import order as orders
 from whet.train.rollout.overlap import BackgroundSampler, OverlapConfig, stream_groups
 from whet.train.rollout.rollout import Rollout, RolloutParams, collect_groups
+from whet.train.rollout.self_play import SelfPlayOrder
 from whet.types import Group, Problem, Sample, Task, UserError
+
+DataOrder = orders.DataOrder | SelfPlayOrder
+"""What problems are drawn from."""
 
 # What became of every prompt that the data order gave out: counted by state, saved, and audited each step.
 
@@ -426,6 +430,10 @@ class RolloutSource:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
+    def order_metrics(self) -> dict[str, float]:
+        """Return what self-play did so far; empty without."""
+        return self._order.metrics() if isinstance(self._order, SelfPlayOrder) else {}
+
     def sync_metrics(self) -> dict[str, float]:
         """Return what bringing the weights to the sampler took in the last step; empty for the policy's own engine."""
         return {} if self._sampler is None else {"rl/sync_seconds": self._sync_seconds}
@@ -488,7 +496,9 @@ class RolloutSource:
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         """Return a function that returns the `state` as it is now, between two steps, also within the next one."""
-        counts = {"cursor": self._order.cursor, "collected": self._num_collected}
+        counts: dict[str, Any] = {"cursor": self._order.cursor, "collected": self._num_collected}
+        if isinstance(self._order, SelfPlayOrder):
+            counts["self_play"] = self._order.state()
         pending, account, flights = list(self._pending), self._account.state(), list(self._flights)
 
         def state() -> dict[str, Any]:
@@ -505,6 +515,8 @@ class RolloutSource:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Put back what `state` returned."""
         self._order.cursor = int(state["cursor"])
+        if isinstance(self._order, SelfPlayOrder) and "self_play" in state:
+            self._order.load_state(state["self_play"])
         self._num_collected = int(state["collected"])
         pending = state["pending"]
         if pending and isinstance(pending[0], dict):  # of one rank, in checkpoints of earlier versions
@@ -546,6 +558,8 @@ class RolloutSource:
                 rollout.generate_seconds + more.generate_seconds,
                 rollout.reward_seconds + more.reward_seconds,
             )
+        if isinstance(self._order, SelfPlayOrder):
+            self._order.observe(rollout.groups)
         self._engine.release(above=KEPT_CACHE)
         is_kept = self._algo.uninformative == "keep"
         useful = [is_kept or teaches for teaches in self._informative(rollout)]

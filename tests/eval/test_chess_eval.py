@@ -1,0 +1,129 @@
+"""`whet eval chess`: what it writes, its games, and its exit status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+chess = pytest.importorskip("chess", reason="python-chess is not installed: the extra chess")
+
+from chess import pgn  # noqa: E402
+
+from whet import __main__ as program  # noqa: E402
+from whet.eval import evaluate as evaluation  # noqa: E402
+from whet.eval.chess.games import GamesConfig, play_games, random_mover  # noqa: E402
+from whet.generate.policy import PolicyConfig, load_policy  # noqa: E402
+from whet.model.config import ModelConfig  # noqa: E402
+from whet.tasks.chess import task  # noqa: E402
+from whet.tasks.chess.stockfish import EngineError  # noqa: E402
+
+SHAPE = ModelConfig(
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=16,
+    max_positions=256,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    config = PolicyConfig(model=SHAPE, tokenizer="boards", schema="none", template="plain")
+    load_policy(config, seed=0).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    fens = [{"fen": chess.STARTING_FEN, "best": "e2e4"}, {"fen": "8/5k2/8/2Q5/8/1K6/8/8 b - - 3 50"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in fens))
+    return path
+
+
+def test_what_it_writes_and_its_exit_status(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(nodes: int) -> None:
+        raise EngineError("Stockfish is not installed")
+
+    monkeypatch.setattr(task, "shared", missing)
+    words = [
+        "eval",
+        "chess",
+        "--policy.init",
+        str(model),
+        "--task.path",
+        str(rows),
+        "--sampling.max-new-tokens",
+        "8",
+    ]
+    out = tmp_path / "eval"
+    assert program.main([*words, "--out", str(out)]) == 0
+    found = json.loads((out / "eval.json").read_text())
+    assert (found["legal"], found["best_move"], found["env_exact"]) == (0.0, 0.0, 0.0)
+    assert found["metrics"]["legal"]["high"] < 1
+    assert found["details"]["num_positions"] == found["details"]["num_steps"] == 2
+    assert found["num_problems"] == 4
+    for number, (require, status) in enumerate(
+        (("legal 0.9", 1), ("env_exact 0.999", 2), ("legal 0.5 env_exact 0.5", 2), ("legal 0", 0))
+    ):
+        other = [*words, "--out", str(tmp_path / str(number)), "--require", *require.split()]
+        assert program.main(other) == status, require
+    # Data of our own needs Stockfish: a failure of the system, not of the model.
+    alone = ["eval", "chess", "--policy.init", str(model), "--out", str(tmp_path / "none")]
+    assert program.main(alone) == evaluation.ENGINE_FAILED
+
+
+def test_games_are_fair_and_end_by_the_rules(tmp_path: Path) -> None:
+    config = GamesConfig(num_games=4, max_plies=30)
+    games = play_games(random_mover(1), random_mover(2), config)
+    assert [game.is_white for game in games] == [True, False, True, False]
+    assert games[0].start == games[1].start
+    assert games == play_games(random_mover(1), random_mover(2), config)
+    assert all(game.result == 0.5 and game.reason == "drawn after 30 plies" for game in games)
+    read = pgn.read_game(StringIO(games[0].pgn("model", "random", 1)))
+    assert read is not None
+    assert read.end().board().fen() == games[0].board.fen()
+
+    def illegal(boards: Sequence[Any]) -> list[str]:
+        return ["e2e5" for _ in boards]
+
+    lost = play_games(illegal, random_mover(2), config)
+    assert [(game.result, game.reason) for game in lost] == [(0.0, "illegal move")] * 4
+    won = play_games(random_mover(1), illegal, config)
+    assert all(game.result == 1.0 for game in won)
+
+    def fool(boards: Sequence[Any]) -> list[str]:
+        """The fool's mate, in the four plies after the opening's four."""
+        return [_mating(board) for board in boards]
+
+    mated = play_games(fool, random_mover(2), GamesConfig(num_games=8, max_plies=300))
+    assert {game.result for game in mated} >= {1.0}
+    assert "checkmate" in {game.reason for game in mated}
+
+
+def _mating(board: Any) -> str:
+    """A move that mates, or takes the most, else the first."""
+    moves = list(board.legal_moves)
+    for move in moves:
+        board.push(move)
+        mates = board.is_checkmate()
+        board.pop()
+        if mates:
+            return move.uci()
+    worth = {1: 1, 2: 3, 3: 3, 4: 5, 5: 9}
+    return max(
+        moves,
+        key=lambda move: (
+            worth.get(getattr(board.piece_at(move.to_square), "piece_type", 0), 0) + 9 * bool(move.promotion)
+        ),
+    ).uci()

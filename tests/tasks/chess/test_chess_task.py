@@ -1,0 +1,165 @@
+"""The tasks of chess, their files and what they measure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+chess = pytest.importorskip("chess", reason="python-chess is not installed: the extra chess")
+
+from whet.eval.audit.audit import audit_task  # noqa: E402
+from whet.rewards.base import build_rewards  # noqa: E402
+from whet.rewards.presets import CHESS_SUMS  # noqa: E402
+from whet.schema import SCHEMAS  # noqa: E402
+from whet.tasks.base import TaskConfig, load_task  # noqa: E402
+from whet.tasks.chess import stockfish, task  # noqa: E402
+from whet.tasks.chess.board import position_key  # noqa: E402
+from whet.tasks.chess.files import read_positions  # noqa: E402
+from whet.tasks.chess.measures import elo, elo_interval, kendall  # noqa: E402
+from whet.tasks.chess.scoring import TOTALS  # noqa: E402
+from whet.tasks.chess.stockfish import EngineError, find_stockfish  # noqa: E402
+from whet.types import UserError  # noqa: E402
+
+needs_engine = pytest.mark.skipif(
+    not find_stockfish(), reason="Stockfish is not installed: apt-get install stockfish"
+)
+SPLITS = ("train", "dev", "test")
+MATE = "6k1/5ppp/8/8/8/8/8/R3K3 w - - 0 1"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(nodes: int) -> None:
+        raise EngineError("Stockfish is not installed; install it: apt-get install stockfish")
+
+    monkeypatch.setattr(task, "shared", missing)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["chess-env", *(pytest.param(name, marks=needs_engine) for name in ("chess-policy", "chess-reason"))],
+)
+def test_gold_pays_most_and_hostile_answers_nothing(name: str) -> None:
+    options = {} if name == "chess-env" else {"nodes": 100}
+    loaded = load_task(TaskConfig(name=name, num_problems=36, **options))
+    schema = SCHEMAS["think_answer" if name == "chess-reason" else "none"]
+    problems = [problem for split in SPLITS for problem in loaded.problems(split)]
+    assert len(problems) == 36
+    for reward in CHESS_SUMS:
+        found = audit_task(loaded, build_rewards({reward: 1.0}, schema, loaded), schema, problems[:12])
+        assert (found.best, found.maximum) == pytest.approx((1.0, 1.0))
+        assert [check.failures for check in found.checks if check.is_refuted] == []
+    assert CHESS_SUMS.keys() == TOTALS.keys()
+
+
+def test_splits_go_by_position_whichever_side_it_is_seen_from() -> None:
+    loaded = load_task(TaskConfig(name="chess-env", num_problems=300))
+    keys = {
+        split: {position_key(chess.Board(problem.meta["fen"])) for problem in loaded.problems(split)}
+        for split in SPLITS
+    }
+    assert all(keys.values())
+    assert not keys["train"] & keys["test"]
+    assert not keys["train"] & keys["dev"]
+    assert sum(map(len, keys.values())) == 300
+
+
+def test_rows_of_a_file_without_stockfish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation does without: any legal move counts where the best is not known; training says what is missing."""
+    no_engine(monkeypatch)
+    path = tmp_path / "rows.jsonl"
+    rows = [{"fen": chess.STARTING_FEN}, {"fen": MATE, "best": "a1a8"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load_task(TaskConfig(name="chess", path=str(path)))
+    assert (loaded.problems("train"), len(loaded.problems("test"))) == ([], 4)
+    first, second = (problem for problem in loaded.problems("test") if problem.meta["kind"] == "policy")
+    assert loaded.is_correct(first, "e2e4 E: 0.1 B: e2e4") is True
+    assert loaded.is_correct(first, "e2e4 E: 0.1 B: e2e5") is False
+    assert loaded.is_correct(second, "a1a8 E: 1 B: a1a8") is True
+    assert loaded.is_correct(second, "e1e2 E: 1 B: e1e2") is False
+    answers = {first.uid: "e2e4 E: 0.1 B: e2e4", second.uid: "E: B: a1a7x"}
+    items = [(problem, answers.get(problem.uid, problem.answer)) for problem in loaded.problems("test")]
+    metrics, details = loaded.measures(items)  # type: ignore[attr-defined]
+    assert (metrics["legal"].mean, metrics["best_move"].mean, metrics["env_exact"].mean) == (0.5, 0.0, 1.0)
+    assert details["illegal"] == {"no move in UCI notation": 1}
+    assert "centipawn_loss" not in metrics
+    with pytest.raises(UserError, match="apt-get install stockfish"):
+        load_task(TaskConfig(name="chess-policy", path=str(path))).problems("train")
+
+
+@needs_engine
+def test_measures_of_gold_lines(tmp_path: Path) -> None:
+    puzzle = "r5k1/pp3p1p/2b2qp1/3pr3/8/4P2P/R1PN1PP1/Q3K2R w K - 0 19"
+    moves = "a2a7 e5e3 f2e3 f6a1 a7a1 a8a1"
+    path = tmp_path / "puzzles.csv"
+    path.write_text(f"PuzzleId,FEN,Moves,Rating\ntewjc,{puzzle},{moves},1493\n")
+    loaded = load_task(TaskConfig(name="chess", path=str(path), nodes=500))
+    items = [(problem, problem.answer) for problem in loaded.problems("test")]
+    metrics, details = loaded.measures(items)  # type: ignore[attr-defined]
+    for name in ("legal", "best_move", "candidates_legal", "env_exact", "env_similarity", "puzzle_solved"):
+        assert metrics[name].mean == 1, name
+    assert metrics["centipawn_loss"].mean < 300
+    assert metrics["eval_rank"].mean > 0.3
+    assert metrics["puzzle_elo"].mean > 1493
+    assert details["num_positions"] == 3  # the solver's three moves
+
+
+def test_files(tmp_path: Path) -> None:
+    suite = tmp_path / "suite.epd"
+    suite.write_text(
+        '1kr5/3n4/q3p2p/p2n2p1/PppB1P2/5BP1/1P2Q2P/3R2K1 w - - bm f5; id "STS(v1.0) Undermine.001"; '
+        'c8 "100 46"; c9 "f4f5 d4f2";\n'
+    )
+    (position,), _ = read_positions(suite)
+    assert (position.best, position.points) == (("f4f5",), (("f4f5", 100), ("d4f2", 46)))
+    listed = tmp_path / "some.fen"
+    listed.write_text(f"{chess.STARTING_FEN}\n\n{MATE}\n")
+    assert [position.fen for position in read_positions(listed)[0]] == [chess.STARTING_FEN, MATE]
+    rows = tmp_path / "rows.jsonl"
+    for row, told in (
+        ({"fen": "nothing"}, "is not a position in FEN"),
+        ({"fen": MATE, "best": "a1b9"}, "is not a legal move"),
+        ({"fen": "7k/5Q2/6K1/8/8/8/8/8 b - - 0 1"}, "the game is over"),
+        ({"best": "e2e4"}, "no 'fen'"),
+        ({"fen": MATE, "rating": "high"}, "expected a number"),
+    ):
+        rows.write_text(json.dumps(row) + "\n")
+        with pytest.raises(UserError, match=told):
+            read_positions(rows)
+
+
+def test_elo_by_its_curve() -> None:
+    # Half of the points against one rating: that rating. 10 of 11 with the half win and loss: log10 of the odds.
+    assert elo([1500] * 10, [1, 0] * 5) == pytest.approx(1500, abs=0.01)
+    assert elo([1000] * 10, [1] * 10) == pytest.approx(1000 + 400 * 1.3222193, abs=0.01)  # log10(10.5 / 0.5)
+    found = elo_interval([1200.0, 1500.0, 1800.0] * 20, [1.0, 0.5, 0.0] * 20)
+    assert found.low < 1500 < found.high
+    assert found.mean == pytest.approx(1500, abs=0.01)
+
+
+def test_kendall_against_scipy() -> None:
+    scipy = pytest.importorskip("scipy.stats")
+    for one, other in (([1, 2, 3, 4], [1, 3, 2, 4]), ([1, 1, 2, 3], [4, 2, 2, 1]), ([3, 2, 1], [1, 2, 3])):
+        assert kendall(one, other) == pytest.approx(scipy.kendalltau(one, other).statistic)
+    assert kendall([1, 1], [1, 2]) is None
+
+
+def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "chess", None)
+    with pytest.raises(UserError, match=r"chess needs python-chess: .*pip install.*chess"):
+        load_task(TaskConfig(name="chess-env", num_problems=10)).problems("train")
+
+
+def test_rewards_refuse_other_tasks() -> None:
+    for name in ("chess", "chess_best"):
+        with pytest.raises(UserError, match=f"rewards.{name}: task arithmetic has no"):
+            build_rewards({name: 1.0}, SCHEMAS["none"], load_task(TaskConfig(name="arithmetic")))
+    assert stockfish.NODES == 2000

@@ -1,0 +1,341 @@
+"""A pool of Stockfish processes with a fixed number of nodes per position, and a cache of its lines on disk.
+
+Nodes, not seconds: the same position has the same lines on every machine, under any load. A position is always analysed
+with White to move, so that mirrored positions have mirrored lines, to the centipawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import sqlite3
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet.config import cache_folder
+from whet.tasks.chess.board import library, mirrored_move
+from whet.tasks.chess.formats import NUM_CANDIDATES
+from whet.tasks.chess.scoring import MATE_CP, Line
+from whet.types import UserError
+
+if TYPE_CHECKING:
+    import chess
+
+NODES = 2000
+"""Nodes per position: some milliseconds for five lines."""
+MAX_NODES = 10_000_000
+DEADLINE_S = 60.0
+"""Seconds after which a process that has not answered is killed and replaced."""
+NUM_TRIES = 3
+PLACES = ("/usr/games/stockfish", "/usr/local/bin/stockfish", "/opt/homebrew/bin/stockfish")
+"""Where the program is looked for besides the PATH."""
+INSTALL = (
+    "install it: apt-get install stockfish (macOS: brew install stockfish), or name it in WHET_STOCKFISH"
+)
+_HASH_MIB = 4
+
+
+class EngineError(UserError):
+    """Stockfish is not there, or does not answer."""
+
+
+def find_stockfish() -> str:
+    """Return the path of the program; '' if there is none."""
+    named = os.environ.get("WHET_STOCKFISH", "")
+    if named:
+        return named
+    found = shutil.which("stockfish")
+    return found or next((place for place in PLACES if Path(place).is_file()), "")
+
+
+class Stockfish:
+    """Lines of positions, from the cache or from processes that work beside each other.
+
+    Args:
+        nodes: Nodes per position.
+        num_lines: Lines per position, best first (MultiPV).
+        num_processes: Processes; 0 for one per processor, at most 8. They start when the first position is asked for.
+        path: The program; '' looks for it.
+        cache_path: File of the cache; None for the user's, '' for none.
+        deadline_s: Seconds for one position.
+
+    Attributes:
+        num_cached: Positions whose lines were in the cache.
+        num_searched: Positions that were searched.
+        num_restarts: Processes that were replaced.
+
+    Raises:
+        EngineError: If there is no such program.
+    """
+
+    def __init__(
+        self,
+        nodes: int = NODES,
+        *,
+        num_lines: int = NUM_CANDIDATES,
+        num_processes: int = 0,
+        path: str = "",
+        cache_path: str | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        library()
+        self.path = path or find_stockfish()
+        if not self.path or not (Path(self.path).is_file() or shutil.which(self.path)):
+            named = f"{self.path!r} is not there" if self.path else "Stockfish is not installed"
+            raise EngineError(f"{named}; {INSTALL}")
+        self.nodes, self.num_lines, self._deadline_s = nodes, num_lines, deadline_s
+        self._size = num_processes or min(8, os.cpu_count() or 1)
+        self.num_cached = self.num_searched = self.num_restarts = 0
+        if cache_path is None:
+            cache_path = str(cache_folder() / "chess" / "stockfish.sqlite")
+        self._cache = _Cache(Path(cache_path)) if cache_path else None
+        self._version = ""
+        self._running: dict[str, Future[list[Line]]] = {}
+        self._lock = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        # A daemon: it must not keep a program alive that ends without `close`; Stockfish ends with its input.
+        threading.Thread(target=self._loop.run_forever, name="whet-stockfish", daemon=True).start()
+        self._idle: asyncio.Queue[Any] = asyncio.Queue()
+        for _ in range(self._size):
+            self._idle.put_nowait(None)
+
+    @property
+    def version(self) -> str:
+        """Name and version as the program tells them, such as Stockfish 15.1."""
+        if not self._version:
+            asyncio.run_coroutine_threadsafe(self._try(), self._loop).result()
+        return self._version
+
+    def lines(self, boards: Sequence[chess.Board]) -> list[list[Line]]:
+        """Return the lines of positions, best first; fewer than `num_lines` where there are fewer moves.
+
+        Raises:
+            EngineError: If the program fails.
+        """
+        return [future.result() for future in [self.submit(board) for board in boards]]
+
+    def submit(self, board: chess.Board) -> Future[list[Line]]:
+        """Begin to search a position, beside whatever else is done; return what its lines will be."""
+        is_mirrored = not board.turn
+        seen = board.mirror() if is_mirrored else board.copy(stack=False)
+        key = f"{seen.epd()} {seen.halfmove_clock}"
+        with self._lock:
+            future = self._running.get(key)
+        known = self._known(key) if future is None else None
+        if future is not None:
+            self.num_cached += 1
+        elif known is not None:
+            self.num_cached += 1
+            future = Future()
+            future.set_result(known)
+        else:
+            future = asyncio.run_coroutine_threadsafe(self._search(key, seen), self._loop)
+            with self._lock:
+                self._running[key] = future
+            future.add_done_callback(lambda _: self._running.pop(key, None))
+        return _mirrored(future) if is_mirrored else future
+
+    def values(self, items: Sequence[tuple[chess.Board, str]]) -> list[int]:
+        """Return the centipawns of legal moves for the side that plays them: minus those of the position after each,
+        or what its end is worth."""
+        found: list[int | None] = []
+        asked: list[chess.Board] = []
+        for board, move in items:
+            after = board.copy(stack=False)
+            after.push_uci(move)
+            outcome = after.outcome()
+            if outcome is None:
+                found.append(None)
+                asked.append(after)
+            else:
+                found.append(0 if outcome.winner is None else MATE_CP - 1)
+        rest = iter(self.lines(asked))
+        return [-_further(next(rest)[0].cp) if value is None else value for value in found]
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._loop.is_closed():
+            return
+
+        async def end() -> None:
+            while not self._idle.empty():
+                if (engine := self._idle.get_nowait()) is not None:
+                    await _end(engine)
+            self._loop.stop()
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop)
+        while self._loop.is_running():
+            time.sleep(0.01)
+        self._loop.close()
+        if self._cache is not None:
+            self._cache.close()
+
+    def __enter__(self) -> Stockfish:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _known(self, key: str) -> list[Line] | None:
+        found = None if self._cache is None else self._cache.get(self._name(key))
+        if found is None:
+            return None
+        try:
+            return [Line(tuple(moves), int(cp)) for moves, cp in json.loads(found)]
+        except (ValueError, TypeError):
+            return None
+
+    def _name(self, key: str) -> str:
+        return f"{self.version}|{self.nodes}|{self.num_lines}|{key}"
+
+    async def _try(self) -> None:
+        """Start one process, so that its version is known."""
+        engine = await self._idle.get()
+        try:
+            engine = engine or await self._start()
+        finally:
+            self._idle.put_nowait(engine)
+
+    async def _search(self, key: str, board: chess.Board) -> list[Line]:
+        """Search a position with White to move; a process that hangs or dies is replaced, and the search repeated."""
+        chess = library()
+        reason = ""
+        for _ in range(NUM_TRIES):
+            engine = await self._idle.get()
+            try:
+                engine = engine or await self._start()
+                infos = await asyncio.wait_for(
+                    engine.analyse(
+                        board,
+                        chess.engine.Limit(nodes=self.nodes),
+                        multipv=self.num_lines,
+                        game=object(),  # a new game: no position may change another's lines
+                        info=chess.engine.INFO_SCORE | chess.engine.INFO_PV,
+                    ),
+                    self._deadline_s,
+                )
+            except (TimeoutError, chess.engine.EngineError) as error:
+                reason = str(error)[:200] or f"no answer in {self._deadline_s:g} s"
+                if engine is not None:
+                    await _end(engine)
+                engine = None
+                self.num_restarts += 1
+                continue
+            finally:
+                self._idle.put_nowait(engine)
+            lines = [
+                Line(
+                    tuple(move.uci() for move in info["pv"][:8]),
+                    info["score"].relative.score(mate_score=MATE_CP),
+                )
+                for info in infos
+                if info.get("pv") and "score" in info
+            ]
+            lines.sort(key=lambda line: -line.cp)
+            self.num_searched += 1
+            if self._cache is not None:
+                self._cache.put(self._name(key), json.dumps([[line.moves, line.cp] for line in lines]))
+            return lines
+        raise EngineError(
+            f"{self.path} failed {NUM_TRIES} times at {board.fen()!r} ({reason}); {INSTALL}, or give it more time"
+        )
+
+    async def _start(self) -> Any:
+        chess = library()
+        try:
+            _, engine = await asyncio.wait_for(chess.engine.popen_uci(self.path), self._deadline_s)
+            await engine.configure({"Threads": 1, "Hash": _HASH_MIB})
+        except (TimeoutError, OSError, chess.engine.EngineError) as error:
+            raise EngineError(
+                f"{self.path} does not start as a chess engine ({str(error)[:200] or 'no answer'}); {INSTALL}"
+            ) from None
+        self._version = str(engine.id.get("name", "engine"))
+        return engine
+
+
+@cache
+def shared(nodes: int) -> Stockfish:
+    """Return this process's pool for a number of nodes.
+
+    Raises:
+        EngineError: If there is no Stockfish.
+    """
+    return Stockfish(nodes)
+
+
+def _further(cp: int) -> int:
+    """Return an evaluation seen one move earlier: a mate is then one move further away."""
+    if abs(cp) < MATE_CP // 2:
+        return cp
+    return cp + 1 if cp < 0 else cp
+
+
+def _mirrored(future: Future[list[Line]]) -> Future[list[Line]]:
+    """Return the lines of the mirrored position, once those of a position are there."""
+    turned: Future[list[Line]] = Future()
+
+    def turn(done: Future[list[Line]]) -> None:
+        if (error := done.exception()) is not None:
+            turned.set_exception(error)
+        else:
+            turned.set_result(
+                [Line(tuple(map(mirrored_move, line.moves)), line.cp) for line in done.result()]
+            )
+
+    future.add_done_callback(turn)
+    return turned
+
+
+async def _end(engine: Any) -> None:
+    """End a process, also one that does not answer."""
+    with contextlib.suppress(Exception):
+        engine.transport.kill()
+        await asyncio.wait_for(engine.returncode, 5)
+    with contextlib.suppress(Exception):
+        engine.transport.close()
+
+
+class _Cache:
+    """A table of texts on disk that several processes may use at once; without a place to write, in memory.
+
+    Args:
+        path: Its file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.Lock()
+        self._new = 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._open(str(path))
+        except (OSError, sqlite3.Error):
+            self._file = self._open(":memory:")
+
+    @staticmethod
+    def _open(name: str) -> sqlite3.Connection:
+        file = sqlite3.connect(name, timeout=30, check_same_thread=False, isolation_level=None)
+        file.execute("PRAGMA journal_mode=WAL")
+        file.execute("PRAGMA synchronous=OFF")  # what a crash loses is searched again
+        file.execute("CREATE TABLE IF NOT EXISTS lines (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID")
+        return file
+
+    def get(self, name: str) -> str | None:
+        with self._lock:
+            row = self._file.execute("SELECT value FROM lines WHERE name = ?", (name,)).fetchone()
+        return None if row is None else row[0]
+
+    def put(self, name: str, value: str) -> None:
+        with self._lock, contextlib.suppress(sqlite3.Error):
+            self._file.execute("INSERT OR REPLACE INTO lines VALUES (?, ?)", (name, value))
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
