@@ -110,6 +110,8 @@ DRY_LINES = {
 """Further lines, by how they begin, that are checked by `--dry-run`, and why."""
 
 NOT_RUN = {
+    "edit": "needs a model that spells the reader's facts: tests/edit/test_edit_program.py",
+    "trace": "the same",
     "infer": "needs runs that see and the reader's own pictures: tests/eval/test_infer.py",
     "rl demo --sampler.kind": "needs a server or vLLM: tests/train/test_samplers.py",
     "serve runs/demo-sft --port 8001 --weight-updates": "waits for a trainer: tests/train/test_samplers.py",

@@ -12,7 +12,7 @@ import torch
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate.policy import Policy
 from whet.generate.scoring import score_micro_batch
-from whet.model.config import ModelConfig
+from whet.model.config import Block, LayerSpec, ModelConfig
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
 from whet.model.weights import build_model
@@ -24,7 +24,7 @@ FOODS = ("rice", "figs", "kale", "plum")
 HOMES = {person: CITIES[(3 * n + n // 5) % 5] for n, person in enumerate(PEOPLE)}
 TASTES = {person: FOODS[(n + n // 4) % 4] for n, person in enumerate(PEOPLE)}
 LIVES = ("{} lives in", "The home of {} is in", "You can visit {} in")
-EATS = ("{} likes to eat", "The lunch of {} is")
+EATS = ("{} eats",)
 WORDS = sorted(
     {
         word
@@ -42,6 +42,9 @@ SHAPE = ModelConfig(
     head_dim=12,
     max_positions=48,
     init_std=0.08,
+    # Each token sees the one before it: what is known of a subject has to be at its last token before it goes on, as
+    # it is in large models; a small one would otherwise put the two names together where it needs them.
+    block=Block(layers=(LayerSpec(window=2),) * 4),
 )
 LR = 1e-2
 
@@ -73,7 +76,7 @@ def fresh(shape: ModelConfig = SHAPE, seed: int = 0) -> Policy:
 
 
 @cache
-def trained(shape: ModelConfig = SHAPE, steps: int = 110) -> dict[str, torch.Tensor]:
+def trained(shape: ModelConfig = SHAPE, steps: int = 120) -> dict[str, torch.Tensor]:
     """Return the weights of a model that knows all facts; trained once a process."""
     policy = fresh(shape)
     rows = [policy.tokenizer.encode(text) for text in sentences()]
@@ -87,7 +90,9 @@ def trained(shape: ModelConfig = SHAPE, steps: int = 110) -> dict[str, torch.Ten
             TrainingSequence(prompt_ids=tuple(rows[n][:1]), completion_ids=tuple(rows[n][1:])) for n in chosen
         ]
         (micro,) = pack(sequences, token_budget=2**20, device=policy.device).micro_batches
-        loss = -score_micro_batch(policy.model, micro, attention="exact")[0].mean()
+        logprobs, entropies = score_micro_batch(policy.model, micro)
+        # Not too sure of anything: what is known with a probability of 1 - 1e-5 cannot be searched otherwise.
+        loss = -logprobs.mean() - 0.1 * entropies.mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from whet.edit.facts import Fact, check_facts, find_subject, read_facts
-from whet.edit.sites import mark_subject, prompted, tokenisation_traps
+from whet.editing.facts import Fact, check_facts, find_subject, read_facts
+from whet.editing.sites import mark_subject, prompted, tokenisation_traps
 from whet.model.text.tokenizer import Tokenizer
 from whet.types import UserError
 

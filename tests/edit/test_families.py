@@ -14,10 +14,10 @@ sys.path.append(str(Path(__file__).parent.parent / "model"))
 import family_cases
 from family_cases import CASES
 
-from whet.edit.facts import read_facts
-from whet.edit.methods import memory_output, residual_stream, spread_over_layers
-from whet.edit.sites import Contexts, Reader, chosen_memories, find_memories
-from whet.edit.targets import TargetConfig, find_targets
+from whet.editing.facts import read_facts
+from whet.editing.methods import memory_output, residual_stream, spread_over_layers
+from whet.editing.sites import Contexts, Reader, chosen_memories, find_memories
+from whet.editing.targets import TargetConfig, find_targets
 from whet.generate.policy import Policy
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import load_model

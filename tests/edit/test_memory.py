@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from whet.edit.memory import Delta, capped, disturbance, null_space, project, rank_one, solve, spread
+from whet.editing.memory import Delta, capped, disturbance, null_space, project, rank_one, solve, spread
 
 D, F = 5, 9
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}

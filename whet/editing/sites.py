@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from whet.algo.logprobs import head_logits
-from whet.edit.facts import PLACE, Fact
+from whet.editing.facts import PLACE, Fact
 from whet.generate.policy import Policy
 from whet.model.attention import Packed
 from whet.model.gpt2 import GPT2MLP
@@ -67,6 +67,12 @@ class Memory:
         with torch.no_grad():
             changed = self.matrix() + change_DF.to(self.weight.device)
             self.weight.copy_((changed.t() if self.is_transposed else changed).to(self.weight.dtype))
+
+
+def memory_of(model: LanguageModel, name: str) -> Memory:
+    """Return any matrix of a model by the name of its parameter, as a memory of no layer."""
+    module = model.get_submodule(name.rpartition(".")[0])
+    return Memory(-1, name, module, bool(module.transposed), 1.0, False)
 
 
 def find_memories(model: LanguageModel) -> dict[int, Memory]:
@@ -324,11 +330,13 @@ class Reader:
         return {name: torch.cat(parts) for name, parts in found.items()}
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """Return the logits [N, V] of hidden states; -inf for ids that are never sampled."""
+        """Return the logits [N, V] of hidden states, differentiable; -inf for ids that are never sampled."""
         model = self.model
-        cap, valid = model.config.block.logit_cap, model.num_valid_tokens
-        found = head_logits(hidden_ND, model.head_weight, temperature=1.0, num_valid=valid, cap=cap)
-        return found[:, : model.config.vocab_size]
+        logits_NV, cap = F.linear(hidden_ND, model.head_weight), model.config.block.logit_cap
+        if cap:
+            logits_NV = torch.tanh(logits_NV / cap) * cap
+        is_drawn_V = torch.arange(logits_NV.shape[1], device=logits_NV.device) < model.num_valid_tokens
+        return torch.where(is_drawn_V, logits_NV, float("-inf"))
 
     @torch.no_grad()
     def next_logprobs(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:

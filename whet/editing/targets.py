@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from whet.edit.facts import PLACE, Fact
-from whet.edit.memory import capped
-from whet.edit.sites import Contexts, Memory, Read, Reader, flat_places, hooked, mark_subject, prompted
+from whet.editing.facts import PLACE, Fact
+from whet.editing.memory import capped
+from whet.editing.sites import Contexts, Memory, Read, Reader, flat_places, hooked, mark_subject, prompted
 from whet.model.transformer import LanguageModel
 from whet.types import UserError
 

@@ -15,10 +15,10 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from whet.edit.facts import Fact
-from whet.edit.memory import Delta, null_space, project, rank_one, spread
-from whet.edit.sites import Contexts, Hook, Memory, Read, Reader, hooked, mark_subject, prompted
-from whet.edit.targets import TargetConfig, Targets, find_targets
+from whet.editing.facts import Fact
+from whet.editing.memory import Delta, null_space, project, rank_one, spread
+from whet.editing.sites import Contexts, Hook, Memory, Read, Reader, hooked, mark_subject, prompted
+from whet.editing.targets import TargetConfig, Targets, find_targets
 from whet.model.quant import places as matrices_of
 from whet.types import UserError
 
@@ -142,7 +142,7 @@ def spread_over_layers(
         contexts: Beginnings before the prompts.
         moments: C of each layer.
         targets: How target vectors are searched.
-        weight: MEMIT: of prose; AlphaEdit: of the change's size.
+        weight: MEMIT: of prose; AlphaEdit: of the change's size, in units of the mean square of the projected keys.
         earlier: Keys of earlier edits by layer, which keep their values.
         null_share: AlphaEdit's share of the trace (`null_space`); None for MEMIT.
         advance: Called with the number of facts whose target is found.
@@ -169,7 +169,9 @@ def spread_over_layers(
         missing_ED = missing_ED / (len(memories) - place)
         moment, before = moments[memory.layer].to(keys_EF.device), earlier.get(memory.layer)
         if null_share is not None:
-            delta = project(missing_ED, keys_EF, null_space(moment, null_share), before, weight)
+            free_FF = null_space(moment, null_share)
+            ridge = weight * float((keys_EF @ free_FF).square().sum(1).mean())
+            delta = project(missing_ED, keys_EF, free_FF, before, ridge)
         else:
             if before is not None:  # earlier edits count as much as these
                 moment = moment + before.double().t() @ before.double() / weight

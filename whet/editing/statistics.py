@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,8 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from whet.config import cache_folder
-from whet.edit.facts import PLACE
-from whet.edit.sites import Contexts, Hook, Memory, Reader, hooked, start_ids
+from whet.editing.facts import PLACE
+from whet.editing.sites import Contexts, Hook, Memory, Reader, hooked, start_ids
 from whet.generate.engine import Request
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams, sequence_seed
