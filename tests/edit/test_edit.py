@@ -251,3 +251,15 @@ def test_record_as_json(editor: Editor, tmp_path: Path) -> None:
     (tmp_path / "edits.json").write_text("{}")
     with pytest.raises(UserError, match="malformed record of edits"):
         Record.read(tmp_path)
+
+
+def test_layers_are_found_where_none_are_given(editor: Editor) -> None:
+    """The patient brings its answers back at the first layer; MEMIT takes it and the one behind it."""
+    wanted = facts(3)
+    best, effects = locate(editor.reader, wanted)
+    assert best == max(range(3), key=lambda layer: effects[layer])
+    for method, count in (("memit", 2), ("r-rome", 1), ("ft", 1), ("lora", 0)):
+        layers = editor.layers_for(wanted, MethodConfig(method=method))  # pyright: ignore[reportArgumentType]
+        assert len(layers) == count
+        assert count == 0 or best in layers
+        assert all(0 <= layer < 3 for layer in layers)  # the last one is read by nobody
