@@ -87,9 +87,10 @@ def test_what_was_searched_is_reached_exactly(policy: Policy) -> None:
 
 def test_losses_of_the_search_are_those_of_the_whole_model(policy: Policy) -> None:
     """The search begins at the memory's layer; one row, a hook and `model.logits` say the same (float64 rounding)."""
-    reader, fact = Reader(policy), FACTS[1]
+    reader = Reader(policy)
     (memory,) = chosen_memories(policy.model, layers_of(policy)[-1:])
-    found = find_targets(reader, memory, [fact], Contexts(("", "xyz")), TargetConfig(steps=2), own_norm=True)
+    contexts, settings = Contexts(("", "xyz")), TargetConfig(steps=2)
+    found = find_targets(reader, memory, FACTS, contexts, settings, own_norm=True)
     nlls, subject, words = [], "cde", policy.tokenizer
     for text in ("to cde or rst", "xyz. to cde or rst", "cde is a"):
         ids = words.encode(text)
@@ -97,7 +98,7 @@ def test_losses_of_the_search_are_those_of_the_whole_model(policy: Policy) -> No
 
         def add(_: object, __: object, out: torch.Tensor, place: int = place) -> torch.Tensor:
             row = torch.zeros_like(out)
-            row[place] = found.delta_ED[0]
+            row[place] = found.delta_ED[1]
             return out + row
 
         before = policy.model.logits(torch.tensor([ids]))[0, :, : words.vocab_size].log_softmax(-1)
@@ -109,8 +110,8 @@ def test_losses_of_the_search_are_those_of_the_whole_model(policy: Policy) -> No
             nlls.append(-after[-5:-1].gather(1, targets[:, None]).mean())
         else:
             kl = (after[-1].exp() * (after[-1] - before[-1])).sum()
-            assert float(found.kl_E[0]) == pytest.approx(float(kl), rel=1e-9)
-    assert float(found.nll_E[0]) == pytest.approx(float(sum(nlls) / 2), rel=1e-9)
+            assert float(found.kl_E[1]) == pytest.approx(float(kl), rel=1e-9)
+    assert float(found.nll_E[1]) == pytest.approx(float(sum(nlls) / 2), rel=1e-9)
 
 
 def test_refusals(policy: Policy) -> None:
