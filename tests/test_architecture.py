@@ -36,7 +36,10 @@ ORDER = (
     ("rewards", "algo", "model"),
     ("generate", "tasks"),
     ("report",),
-    ("eval", "edit"),
+    ("eval",),
+    (
+        "editing",
+    ),  # not edit, which is a function of the package; after eval: its drawdown is what eval measures
     ("train",),
     ("serve", "compress", "inspect"),
     ("recipes",),

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from whet.api import (
         Comparison,
+        Edit,
         Evaluation,
         Policy,
         Run,
         Task,
         compare,
         dpo,
+        edit,
         evaluate,
         export,
         load,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
         rl,
         rl_steps,
         sft,
+        trace,
     )
     from whet.rewards.answers.equal import answers_equal
     from whet.rewards.answers.extract import extract_answer
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = (
     "Comparison",
+    "Edit",
     "Evaluation",
     "Policy",
     "Run",
@@ -49,6 +53,7 @@ __all__ = (
     "answers_equal",
     "compare",
     "dpo",
+    "edit",
     "evaluate",
     "export",
     "extract_answer",
@@ -62,6 +67,7 @@ __all__ = (
     "rl_steps",
     "run_python",
     "sft",
+    "trace",
 )
 _ELSEWHERE = {
     "Schema": "whet.schema",

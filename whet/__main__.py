@@ -100,6 +100,10 @@ def load(name: str) -> Program:
             from whet.compress.quantize.quantize import PROGRAM
         case "merge":
             from whet.compress.merge import PROGRAM
+        case "edit":
+            from whet.editing.edit import PROGRAM
+        case "trace":
+            from whet.editing.inside import PROGRAM
         case "plan":
             from whet.inspect.memory.plan import PROGRAM
         case "diagnose":
@@ -154,9 +158,13 @@ GROUPS: dict[str, dict[str, str]] = {
         "push": "upload a run's model to the hub, with a card of what was measured",
         "pull": "download a model from the hub, every file checked",
     },
+    "edit": {
+        "edit": "write facts into a model's weights, measure what that did, take them out again",
+        "trace": "look inside a prompt: where a fact is, what each layer would say, who attends to whom",
+    },
     "compress": {
         "quantize": "a smaller model: each layer in 4, 8 or 16 bits, as measured on a task",
-        "merge": "several LoRA adapters of one base into one, weighted: exact, linear, TIES, DARE",
+        "merge": "several LoRA adapters of one base, or what training added to whole models: sum, TIES, DARE",
     },
     "check": {
         "plan": "peak memory of a recipe by phase, before it runs, and what fits a device",
@@ -183,7 +191,7 @@ ARGUMENTS = {
     **dict.fromkeys(RECIPE_FILES, "RECIPE"),
     **dict.fromkeys(("plan", "diagnose", "profile", "sweep", "seeds"), "RECIPE"),
     **dict.fromkeys(("report", "watch", "track", "replay"), "RUN"),
-    **dict.fromkeys(("chat", "chess", "serve", "quantize", "export"), "MODEL"),
+    **dict.fromkeys(("chat", "chess", "serve", "quantize", "export", "edit", "trace"), "MODEL"),
     **dict.fromkeys(("compare", "infer", "probe"), "MODEL ..."),
     "explain": "[TOPIC]",
     **dict.fromkeys(("audit", "data"), "TASK"),

@@ -11,6 +11,7 @@ print(whet.compare(before, after))
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import html
 import json
@@ -32,6 +33,11 @@ from whet.compress import merge as merging
 from whet.compress.export import export as exporting
 from whet.compress.quantize import quantize as quantizing
 from whet.config import cache_folder, closest, dump_yaml, from_dict, to_dict
+from whet.editing import edit as editing
+from whet.editing import inside
+from whet.editing.editor import Editor, MethodConfig
+from whet.editing.facts import read_facts
+from whet.editing.methods import MethodName
 from whet.eval.compare import paired
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.eval.measure import EvalResult
@@ -107,6 +113,7 @@ class Policy:
     def __init__(self, config: PolicyConfig, *, seed: int = 0) -> None:
         self.config = config
         self._seed = seed
+        self._editor: Editor | None = None
 
     def __repr__(self) -> str:
         return f"whet.Policy({self.config.init or 'random weights'!r})"
@@ -118,8 +125,25 @@ class Policy:
         policy.model.eval()
         return policy
 
+    def _copied(self) -> Policy:
+        """Return the same model with weights of its own."""
+        found = Policy(self.config, seed=self._seed)
+        if "loaded" in self.__dict__:
+            loaded = copy.copy(self.loaded)
+            loaded.model = copy.deepcopy(self.loaded.model)
+            found.__dict__["loaded"] = loaded
+        return found
+
     def release(self) -> None:
-        """Give the model's memory back; the next use loads it again."""
+        """Give the model's memory back; the next use loads it again.
+
+        Raises:
+            UserError: If it was edited in memory, and would be lost.
+        """
+        if self._editor is not None and self._editor.record.batches:
+            raise UserError(
+                "the model was edited in memory: write it with Edit.save(folder), and load that folder"
+            )
         self.__dict__.pop("loaded", None)
 
     @property
@@ -763,6 +787,118 @@ def merge(
     with _python_words():
         merging.merge(_made(merging.MergeConfig, given | options))
     return Path(out)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Facts that were written into a copy of a model.
+
+    Attributes:
+        policy: The edited model; the one that was given is as it was.
+        metrics: By name: value before and after with its 95 % interval, and the p-value of a paired test.
+        table: Each edit with probabilities and ranks before and after, its paraphrases and neighbours.
+    """
+
+    policy: Policy
+    metrics: dict[str, Any]
+    table: list[dict[str, Any]]
+    _editor: Editor = field(repr=False)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What was done, as edits.json has it: method, layers, facts, norms and hashes of each batch."""
+        record = self._editor.record
+        batches = [batch.as_dict() for batch in record.batches]
+        return {"model": record.model, "digest": record.digest, "batches": batches}
+
+    def undo(self, *batches: int) -> Policy:
+        """Take edits out of `policy`, all or some batches (from 1); the weights are then bitwise what they were.
+
+        Raises:
+            UserError: If there is no such batch, or the weights were changed since.
+        """
+        self._editor.undo(batches)
+        return self.policy
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the edited model with its record and page to a new folder, as `whet edit` does."""
+        path = self.policy.save(folder)
+        editing.save(self._editor, path, {"metrics": self.metrics, "table": self.table})
+        return path
+
+
+def edit(
+    policy: Policy | str | Path,
+    facts: Rows | str | Path,
+    method: MethodName = "memit",
+    *,
+    batch_size: int = 0,
+    prose: str = "",
+    writes: bool = False,
+    seed: int = 0,
+    **options: Any,
+) -> Edit:
+    """Write facts into a copy of a model, in memory.
+
+    Args:
+        policy: The model, or what `load` takes; one that an `Edit` gave is edited further.
+        facts: Dicts with `subject`, `prompt` (with {} in its place) and `target`; further `true`, `paraphrases` and
+            `neighbours`, for the metrics; or a file (docs/editing.md).
+        method: memit, rome, r-rome, alphaedit, ft or lora.
+        batch_size: Facts that are written together; 0 for all.
+        prose: A text whose keys edits leave alone; default: text that the model writes itself.
+        writes: Let the model write about each subject, too, for fluency and consistency.
+        seed: Seed of everything that is drawn.
+        options: Other fields of `MethodConfig`: `layers=(3, 4)`, `prose_weight=500`.
+
+    Returns:
+        The edited model, with metrics.
+
+    Raises:
+        UserError: If facts contradict or repeat each other, or do not fit the model.
+    """
+    asked = policy if isinstance(policy, Policy) else load(policy)
+    rows: Any = facts if isinstance(facts, (str, Path)) else list(facts)
+    wanted = read_facts(rows)
+    config = _made(MethodConfig, {"method": method, **options})
+    copied = asked._copied()  # pyright: ignore[reportPrivateUsage]
+    name = str(asked.config.init or "random weights")
+    editor = asked._editor  # pyright: ignore[reportPrivateUsage]
+    with _python_words():
+        if editor is None:
+            editor = editing.open_editor(copied.loaded, name)
+        else:
+            editor = Editor(copied.loaded, name, editor.record.copy())
+        editor.check(wanted, config)
+        if prose:
+            editor.set_prose(prose, editing.PROSE_TOKENS, seed)
+        content = editing.write_and_measure(
+            editor, wanted, config, batch_size=batch_size, writes=writes, seed=seed
+        )
+    copied._editor = editor  # pyright: ignore[reportPrivateUsage]
+    return Edit(copied, content["metrics"], content["table"], editor)
+
+
+def trace(
+    policy: Policy | str | Path, prompt: str, subject: str, *, answer: str = "", **options: Any
+) -> dict[str, Any]:
+    """Look inside a prompt: causal tracing, logit lens, direct logit attribution and attention.
+
+    Args:
+        policy: The model, or what `load` takes.
+        prompt: The prompt, with {} in the subject's place or with the subject in it.
+        subject: What it is about.
+        answer: What follows; default: what the model says.
+        options: `noise`, `num_samples`, `window`, `seed`, as `whet trace` has them.
+
+    Returns:
+        As trace.json has it: `effects` by kind [layers][tokens], `lens`, `attribution`, `attention`.
+
+    Raises:
+        UserError: If the subject is not in the prompt.
+    """
+    asked = policy if isinstance(policy, Policy) else load(policy)
+    return inside.look(asked.loaded, prompt, subject, answer, **options)
 
 
 def evaluate(

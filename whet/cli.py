@@ -61,6 +61,8 @@ _SHORT = {
     "--data": ("pairs", "task.name", "eval.task.name"),
     "--model": ("policy.init",),
     "--track": ("track.to",),
+    "--method": ("edit.method",),
+    "--layers": ("edit.layers",),
     "--deterministic": ("safety.deterministic",),
 }
 """Short options, each for the first of these fields that a program has."""

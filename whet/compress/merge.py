@@ -1,4 +1,7 @@
-"""`whet merge ADAPTER ADAPTER ... --out DIR`: a weighted merge of several adapters of one base into one."""
+"""`whet merge ADAPTER ADAPTER ... --out DIR`: a weighted merge of several adapters of one base into one.
+
+With `--base MODEL` whole models are merged, by what training added to the base's weights: task vectors.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,29 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from whet.cli import Program
+from whet.generate.policy import PolicyConfig, load_policy
 from whet.model.lora.files import read_adapter
 from whet.model.lora.merge import METHODS, PRUNING, Method, merge_adapters, write_merged
+from whet.model.quant import packed_parts
+from whet.model.vectors import combine, parse_scales
 from whet.types import UnreadError, UserError
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeConfig:
-    """A weighted merge of several LoRA adapters of one base into one."""
+    """A weighted merge of several LoRA adapters of one base into one, or of whole models."""
 
     adapters: tuple[str, ...] = ()
-    """The adapters: runs that trained them, folders of the peft library, or hub names."""
+    """The adapters: runs that trained them, folders of the peft library, or hub names. With --base models, of which one
+    is enough."""
+    base: str = ""
+    """Model that the others were trained from: their differences from it are merged and added to it (task vectors).
+    Empty for adapters."""
+    layer_scales: tuple[str, ...] = ()
+    """With --base: factors of what is added, by layer, such as 0-5=1 6-11=0.5 outside=0; 1 where none is named."""
     out: str = ""
     """New folder."""
     weights: tuple[float, ...] = ()
@@ -33,7 +47,7 @@ class MergeConfig:
     """Seed of what dare keeps."""
 
     def __post_init__(self) -> None:
-        if len(self.adapters) < 2:
+        if len(self.adapters) < (1 if self.base else 2):
             raise ValueError(f"adapters: got {len(self.adapters)}, expected two or more to merge")
         if not self.out:
             raise ValueError("out is empty: name a new folder, as in --out merged")
@@ -45,6 +59,9 @@ class MergeConfig:
             raise ValueError(f"weights = {self.weights}: expected finite numbers other than 0")
         if self.method not in METHODS:
             raise ValueError(f"method = {self.method!r}: expected {', '.join(METHODS)}")
+        parse_scales(self.layer_scales)
+        if self.layer_scales and not self.base:
+            raise UnreadError("layer_scales is read with --base only; leave it out", "layer_scales")
         if not 0 < self.density <= 1:
             raise ValueError(f"density = {self.density}: expected a share above 0, up to 1")
         default = type(self).__dataclass_fields__["density"].default
@@ -70,6 +87,8 @@ def merge(config: MergeConfig) -> list[str]:
     out = Path(config.out)
     if out.exists():
         raise UserError(f"{out}: exists already; name another folder with --out")
+    if config.base:
+        return _merge_models(config, out)
     adapters = [read_adapter(name) for name in config.adapters]
     weights = config.weights or (1.0,) * len(adapters)
     settings = {"density": config.density} if config.method in PRUNING else {}
@@ -90,6 +109,45 @@ def merge(config: MergeConfig) -> list[str]:
     if len(protocols) > 1:
         lines.append(f"note: their prompts differ; {out} asks as {adapters[0].folder} does")
     return [*lines, f"next: whet eval TASK --policy.init {out} | whet export {out} --to merged --out FOLDER"]
+
+
+def _merge_models(config: MergeConfig, out: Path) -> list[str]:
+    """Add the merged task vectors of whole models to their base."""
+    base = load_policy(PolicyConfig(init=config.base, device="cpu"), seed=0, merge=True)
+    tuned = []
+    for name in config.adapters:
+        loaded = load_policy(PolicyConfig(init=name, device="cpu"), seed=0, merge=True)
+        if packed_parts(loaded.model) or packed_parts(base.model):
+            raise UserError(
+                f"{name}: weights in few bits cannot be merged; give the models that they were made of"
+            )
+        if loaded.tokenizer.fingerprint != base.tokenizer.fingerprint:
+            raise UserError(
+                f"{name}: its tokenizer is not that of {config.base}; expected models trained from it"
+            )
+        tuned.append(dict(loaded.model.named_parameters()))
+    weights = config.weights or (1.0,) * len(tuned)
+    with torch.no_grad():
+        merged = combine(
+            dict(base.model.named_parameters()),
+            tuned,
+            weights,
+            method=config.method,
+            density=config.density if config.method in PRUNING else 1.0,
+            seed=config.seed,
+            scales=parse_scales(config.layer_scales),
+        )
+    out.mkdir(parents=True)
+    try:
+        base.save(out, weights=merged)
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+    parts = " + ".join(
+        f"{weight:g} x ({name} - {config.base})"
+        for weight, name in zip(weights, config.adapters, strict=True)
+    )
+    return [f"{config.method}: {config.base} + {parts}", f"next: whet eval TASK --policy.init {out}"]
 
 
 def _protocol(folder: Path) -> bytes:

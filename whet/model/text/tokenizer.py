@@ -185,6 +185,16 @@ class Tokenizer:
         except Exception as error:  # a bare Exception: the vocabulary has no token for unknown text
             raise UserError(f"tokenizer.json cannot encode {text[:40]!r}: {str(error)[:200]}") from error
 
+    def spans(self, text: str) -> list[tuple[int, int, int]]:
+        """Return the ids of `encode`, each with its first character in the text and the one behind its last.
+
+        Args:
+            text: Any text without lone surrogates.
+        """
+        ids = self.encode(text)
+        offsets = self._backend.encode(text, add_special_tokens=False).offsets
+        return [(index, start, end) for index, (start, end) in zip(ids, offsets, strict=True)]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids as the start of a text: control tokens visible, split characters and unknown ids as U+FFFD.
 

@@ -1,0 +1,135 @@
+"""Edits of every dense family: what was searched is what the model then computes, and nothing else moves."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parent.parent / "model"))
+import family_cases
+from family_cases import CASES
+
+from whet.editing.facts import read_facts
+from whet.editing.methods import memory_output, residual_stream, spread_over_layers
+from whet.editing.sites import Contexts, Reader, chosen_memories, find_memories
+from whet.editing.targets import TargetConfig, find_targets
+from whet.generate.policy import Policy
+from whet.model.text.tokenizer import Tokenizer
+from whet.model.weights import load_model
+from whet.schema import SCHEMAS
+from whet.types import UserError
+
+DENSE = ("gpt2", "llama", "phi3", "granite", "gemma2", "olmo2", "glm4", "gemma4", "qwen3_5")
+FACTS = read_facts(
+    [
+        {"subject": "ab", "prompt": "{} is in", "target": "q"},
+        {"subject": "cde", "prompt": "to {} or", "target": "rst"},
+    ]
+)
+
+
+@pytest.fixture(scope="module", params=DENSE)
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    folder = tmp_path_factory.mktemp(request.param)
+    case = CASES[request.param]
+    if request.param == "gpt2":
+        case = replace(case, config=case.config | {"n_layer": 3})
+    family_cases.make(case, folder)
+    model, _ = load_model(folder, dtype=torch.float64)
+    model.requires_grad_(False)
+    return Policy(model, Tokenizer.characters("abcdefghijklmnopqrstuvwxyz ."), SCHEMAS["none"])
+
+
+def layers_of(policy: Policy) -> list[int]:
+    """Return two layers, or the one that a family with norms behind its memories takes."""
+    normed = next(iter(find_memories(policy.model).values())).is_normed
+    return [1] if normed else [0, 1]
+
+
+def test_what_was_searched_is_reached_exactly(policy: Policy) -> None:
+    """Without weight on prose the last layer's value at the subject is the target, in the residual stream or before
+    a norm; float64 leaves 1e-8 of it (a condition number of about 1e7)."""
+    before = {name: value.clone() for name, value in policy.model.state_dict().items()}
+    reader, bare = Reader(policy), Contexts()
+    memories = chosen_memories(policy.model, layers_of(policy))
+    last = memories[-1]
+    settings = TargetConfig(steps=3)
+    targets = find_targets(reader, last, FACTS, bare, settings, own_norm=last.is_normed)
+    stream = residual_stream(reader, last.layer, FACTS)
+    value = memory_output(reader, last, FACTS)
+    moments = {m.layer: torch.eye(m.matrix().shape[1], dtype=torch.float64) for m in memories}
+    change = spread_over_layers(
+        reader, memories, FACTS, bare, moments, targets=settings, weight=1e-9, earlier={}
+    )
+    assert change.targets is not None
+    torch.testing.assert_close(change.targets.delta_ED, targets.delta_ED, rtol=1e-9, atol=1e-12)
+    assert targets.delta_ED.norm(dim=1).min() > 1e-3
+    close = {
+        "rtol": 0,
+        "atol": 1e-5 * float(value.abs().max() + stream.abs().max()),
+    }  # deltas are stored in float32
+    if last.is_normed:
+        torch.testing.assert_close(memory_output(reader, last, FACTS), value + targets.delta_ED, **close)
+    else:
+        wanted = stream + last.scale * targets.delta_ED
+        torch.testing.assert_close(residual_stream(reader, last.layer, FACTS), wanted, **close)
+    changed = {
+        name for name, tensor in policy.model.state_dict().items() if not torch.equal(tensor, before[name])
+    }
+    assert changed == {memory.name for memory in memories} == set(change.deltas)
+    policy.model.load_state_dict(before)
+
+
+def test_losses_of_the_search_are_those_of_the_whole_model(policy: Policy) -> None:
+    """The search begins at the memory's layer; one row, a hook and `model.logits` say the same (float64 rounding)."""
+    reader = Reader(policy)
+    (memory,) = chosen_memories(policy.model, layers_of(policy)[-1:])
+    contexts, settings = Contexts(("", "xyz")), TargetConfig(steps=2)
+    found = find_targets(reader, memory, FACTS, contexts, settings, own_norm=True)
+    nlls, subject, words = [], "cde", policy.tokenizer
+    for text in ("to cde or rst", "xyz. to cde or rst", "cde is a"):
+        ids = words.encode(text)
+        place = text.index(subject) + len(subject) - 1  # a token is a character
+
+        def add(_: object, __: object, out: torch.Tensor, place: int = place) -> torch.Tensor:
+            row = torch.zeros_like(out)
+            row[place] = found.delta_ED[1]
+            return out + row
+
+        before = policy.model.logits(torch.tensor([ids]))[0, :, : words.vocab_size].log_softmax(-1)
+        handle = memory.module.register_forward_hook(add)
+        after = policy.model.logits(torch.tensor([ids]))[0, :, : words.vocab_size].log_softmax(-1)
+        handle.remove()
+        if text.endswith("rst"):
+            targets = torch.tensor(ids[-4:])  # with the space before it
+            nlls.append(-after[-5:-1].gather(1, targets[:, None]).mean())
+        else:
+            kl = (after[-1].exp() * (after[-1] - before[-1])).sum()
+            assert float(found.kl_E[1]) == pytest.approx(float(kl), rel=1e-9)
+    assert float(found.nll_E[1]) == pytest.approx(float(sum(nlls) / 2), rel=1e-9)
+
+
+def test_refusals(policy: Policy) -> None:
+    memories = find_memories(policy.model)
+    with pytest.raises(UserError, match="layers 0 to 2, got 7"):
+        chosen_memories(policy.model, [7])
+    with pytest.raises(UserError, match="layer 2, the last one"):
+        chosen_memories(policy.model, [2])
+    with pytest.raises(UserError, match="one is given twice"):
+        chosen_memories(policy.model, [1, 1])
+    if next(iter(memories.values())).is_normed:
+        with pytest.raises(
+            UserError, match="several layers cannot share a target; give one, as in --layers 1"
+        ):
+            chosen_memories(policy.model, [0, 1])
+    with pytest.raises(UserError, match="does not fit the model's context"):
+        Reader(policy).hidden([[1] * (policy.model.config.max_positions + 1)])
+    assert (
+        cast(torch.nn.Parameter, memories[1].weight).shape[0 if memories[1].is_transposed else 1]
+        == memories[1].matrix().shape[1]
+    )

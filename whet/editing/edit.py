@@ -1,0 +1,310 @@
+"""`whet edit MODEL --facts FILE --out DIR`: writes facts into a model, takes them out again, lists, composes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from whet.cli import Program
+from whet.config import align, dump_yaml
+from whet.editing import page
+from whet.editing.editor import OWN_TOKENS, PROSE_TOKENS, Editor, MethodConfig, report_of
+from whet.editing.facts import Fact, check_facts, read_facts
+from whet.editing.record import RECORD, Record
+from whet.editing.statistics import digest_of
+from whet.eval.probe.probe import read_text
+from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.model.lora.files import find_model
+from whet.storage.folder import check_folder, open_run
+from whet.telemetry.display import advancing, open_display
+from whet.telemetry.provenance import write_environment
+from whet.types import UserError
+
+NO_MODEL = "MODEL"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditConfig:
+    """Facts that are written into a model, or taken out of it again."""
+
+    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(init=NO_MODEL))
+    """The model: a dense one; with --undo and --list a folder that whet edit made."""
+    facts: str = ""
+    """File of facts (.jsonl, .json, .csv, .parquet) with subject, prompt (with {} in the subject's place) and target;
+    CounterFact's layouts are read, too."""
+    out: str = ""
+    """New folder: a model folder, with edits.json, the changes by themselves, and edit.html."""
+    edit: MethodConfig = field(default_factory=MethodConfig)
+    """How facts are written."""
+    batch_size: int = 0
+    """Facts that are written together; the next batch is written into the model that has the last one. 0 writes all at
+    once."""
+    num_facts: int = 0
+    """Facts that are read, the first of the file; 0 for all."""
+    prose: str = ""
+    """Text file whose keys edits leave alone; empty for text that the model writes itself."""
+    prose_tokens: int = PROSE_TOKENS
+    """Tokens of the file, at most; the model itself writes 20,000."""
+    text: str = ""
+    """Text file for the perplexity before and after; empty for the bundled page of English prose."""
+    writes: bool = True
+    """Let the model write about each subject, before and after, for fluency and consistency."""
+    undo: bool = False
+    """Take edits out of the folder instead: all of them, or --batches."""
+    list: bool = False
+    """Print the folder's edits instead."""
+    batches: tuple[int, ...] = ()
+    """With --undo: the batches that are taken out, from 1."""
+    records: tuple[str, ...] = ()
+    """Folders of earlier edits of the same model, whose batches are applied first, in this order."""
+    seed: int = 0
+    """Seed of contexts, noise and samples."""
+
+    def __post_init__(self) -> None:
+        if self.policy.init == NO_MODEL and not Path(NO_MODEL).exists():
+            raise ValueError(
+                "no model: name a run folder, a Hugging Face folder or a hub name after the command"
+            )
+        if self.policy.quantize != "none":
+            raise ValueError("policy.quantize: weights in few bits cannot be edited; leave it out")
+        if self.undo and self.list:
+            raise ValueError("undo, list: give one of them")
+        if (self.undo or self.list) and (self.facts or self.records):
+            raise ValueError(
+                f"facts, records: --{'undo' if self.undo else 'list'} reads no facts; leave them out"
+            )
+        if not (self.undo or self.list or self.facts or self.records):
+            raise ValueError("no facts: give a file, as in --facts facts.jsonl")
+        if not self.out and not self.list:
+            raise ValueError("out is empty: name a new folder, as in --out edited")
+        if self.batches and not self.undo:
+            raise ValueError("batches: read with --undo only; leave it out")
+        for name in ("batch_size", "num_facts"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected 0 or more")
+        if self.prose_tokens < 2:
+            raise ValueError(f"prose_tokens = {self.prose_tokens}: expected 2 or more")
+
+
+def plan(config: EditConfig) -> str:
+    """Describe the work without doing it."""
+    facts = _facts(config) if config.facts else []
+    return align(
+        "work",
+        {
+            "model": config.policy.init,
+            "facts": len(facts),
+            "method": config.edit.method,
+            "layers": ", ".join(map(str, config.edit.layers)) or "found by causal tracing",
+            "prose": config.prose or f"{OWN_TOKENS:,} tokens that the model writes",
+        },
+    )
+
+
+def check(config: EditConfig, resume: bool) -> None:
+    """Find what would stop the work before it begins; loads no weights and creates nothing.
+
+    Raises:
+        UserError: As the work would.
+    """
+    find_model(config.policy.init)
+    for warning in check_facts(_facts(config)) if config.facts else ():
+        print(f"warning: {warning}")
+    if config.out:
+        check_folder(Path(config.out), resumable=False)
+    print("checked: model, facts and folder; the edit would start")
+
+
+def _facts(config: EditConfig) -> list[Fact]:
+    facts = read_facts(config.facts)
+    return facts[: config.num_facts] if config.num_facts else facts
+
+
+def main(config: EditConfig) -> None:
+    """Edit, undo or list, and say what was done."""
+    if config.list:
+        print(list_text(Record.read(Path(config.policy.init))))
+        return
+    if config.undo:
+        print("\n".join(undo(config)))
+        return
+    content = edit(config)
+    out = shlex.quote(config.out)
+    print(f"\n{page.as_text(content)}\n\ndone: {config.out}  (page: {Path(config.out) / 'edit.html'})")
+    print(
+        f"next: whet chat {out} | whet trace {out} --prompt ... --subject ... | whet edit {out} --undo --out FOLDER"
+    )
+
+
+def edit(config: EditConfig) -> dict[str, Any]:
+    """Write facts into a model and the result into a folder; return what its edits.json holds.
+
+    Raises:
+        UserError: If facts contradict each other, or do not fit the model; nothing is written then.
+    """
+    facts = _facts(config) if config.facts else []
+    check_facts(facts)
+    prose = _prose(config.prose) if config.prose else ""
+    text = read_text(config.text)
+    check_folder(Path(config.out), resumable=False)
+    policy = load_policy(config.policy, seed=config.seed, merge=True, plain=True)
+    editor = open_editor(policy, config.policy.init)
+    for folder in config.records:
+        compose(editor, Path(folder))
+    warnings = editor.check(facts, config.edit)
+    text = _spelt(policy, text)
+    folder = Path(config.out)
+    open_run(folder, dump_yaml(config), resumable=False)
+    write_environment(folder)
+    with open_display(f"edit {config.policy.init}", max(1, len(facts)), (), unit="fact") as display:
+        for warning in warnings:
+            display.note(warning, warning=True)
+        if prose:
+            editor.set_prose(prose, config.prose_tokens, config.seed)
+        content = write_and_measure(
+            editor,
+            facts,
+            config.edit,
+            batch_size=config.batch_size,
+            text=text,
+            writes=config.writes,
+            seed=config.seed,
+            tell=display.begin,
+            advance=advancing(display),
+        )
+    save(editor, folder, content)
+    return json.loads((folder / RECORD).read_text())
+
+
+def open_editor(policy: Policy, name: str) -> Editor:
+    """Return an editor of a model; of a folder of whet edit with its earlier edits.
+
+    Raises:
+        UserError: If it cannot be edited, or was changed since its last edit.
+    """
+    folder = policy.folder
+    if folder is None or not (folder / RECORD).is_file():
+        return Editor(policy, name)
+    record = Record.read(folder)
+    record.check(policy.model, str(folder))
+    return Editor(policy, name, record)
+
+
+def compose(editor: Editor, folder: Path) -> None:
+    """Apply the batches of another folder's record on top of a model's own.
+
+    Raises:
+        UserError: If it is the record of another model.
+    """
+    other = Record.read(folder)
+    if other.digest != editor.record.digest:
+        raise UserError(
+            f"{folder}: its edits belong to a model of SHA-256 {other.digest[:16]} ({other.model}), this one has "
+            f"{editor.record.digest[:16]}; give the model that they were made for"
+        )
+    for batch in other.batches:
+        editor.record.keep(editor.policy.model, list(batch.deltas))
+        batch.apply(editor.policy.model)
+        batch.digest = digest_of(editor.policy.model)
+        editor.record.batches.append(batch)
+
+
+def write_and_measure(
+    editor: Editor,
+    facts: Sequence[Fact],
+    method: MethodConfig,
+    *,
+    batch_size: int = 0,
+    text: str = "",
+    writes: bool = False,
+    seed: int = 0,
+    tell: Any = lambda text: None,
+    advance: Any = lambda count: None,
+) -> dict[str, Any]:
+    """Write facts in batches; return metrics and table, of these and of all earlier facts together.
+
+    Args:
+        editor: The model.
+        facts: The facts.
+        method: How.
+        batch_size: Facts of a batch; 0 for all.
+        text: Prose for the perplexity; '' for none.
+        writes: Let the model write about each subject.
+        seed: Seed of everything that is drawn.
+        tell: Called with the name of each phase.
+        advance: Called with the number of facts that are done.
+    """
+    if not facts:
+        return {"metrics": {}, "table": []}
+    tell("before")
+    before = editor.measure(facts, text=text, writes=writes, seed=seed)
+    size = batch_size or len(facts)
+    for start in range(0, len(facts), size):
+        editor.write(facts[start : start + size], method, seed=seed, tell=tell, advance=advance)
+    tell("after")
+    after = editor.measure(facts, text=text, writes=writes, seed=seed)
+    return report_of(facts, before, after, seed)
+
+
+def save(editor: Editor, folder: Path, content: dict[str, Any]) -> None:
+    """Write the edited model, its record and its page."""
+    editor.policy.save(folder)
+    editor.record.write(folder, content)
+    page.write_page(folder, json.loads((folder / RECORD).read_text()))
+
+
+def undo(config: EditConfig) -> list[str]:
+    """Write a model without its edits, or without some of them, into a new folder; return what to say of it.
+
+    Raises:
+        UserError: If the folder has no record, was changed since, or has no such batch.
+    """
+    out = Path(config.out)
+    check_folder(out, resumable=False)
+    policy = load_policy(config.policy, seed=config.seed, plain=True)
+    if policy.folder is None:
+        raise UserError(f"{config.policy.init}: no folder of whet edit")
+    record = Record.read(policy.folder)
+    record.check(policy.model, str(policy.folder))
+    count = len(record.batches)
+    record.remove(policy.model, config.batches)
+    out.mkdir(parents=True, exist_ok=True)
+    policy.save(out)
+    if record.batches:
+        record.write(out)
+        return [
+            f"{out}: {count - len(record.batches)} of {count} batches taken out; {len(record.batches)} remain"
+        ]
+    return [f"{out}: the weights are bit by bit those of {record.model} (SHA-256 {record.digest[:16]})"]
+
+
+def list_text(record: Record) -> str:
+    """Return a folder's edits as text."""
+    lines = [f"{record.model}: {len(record.batches)} batches, {len(record.facts_of_batches())} facts"]
+    for n, batch in enumerate(record.batches, 1):
+        layers = f" in layers {', '.join(map(str, batch.layers))}" if batch.layers else ""
+        lines.append(
+            f"batch {n}: {batch.method}{layers}, {len(batch.facts)} facts, SHA-256 {batch.digest[:16]}"
+        )
+        lines += [f"  {fact.text} -> {fact.target}" for fact in batch.facts]
+    return "\n".join(lines)
+
+
+def _prose(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"prose = {path!r}: cannot be read ({error}); give a text file in UTF-8") from None
+
+
+def _spelt(policy: Policy, text: str) -> str:
+    """Return a text that the tokenizer can spell; '' where it cannot: no perplexity then."""
+    unknown = policy.tokenizer.unk_id
+    return "" if unknown is not None and unknown in policy.tokenizer.encode(text) else text
+
+
+PROGRAM = Program(config_class=EditConfig, main=main, plan=plan, check=check, positional="policy.init")

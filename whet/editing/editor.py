@@ -1,0 +1,355 @@
+"""Writes facts into a loaded model, batch by batch, measures what that did, and takes it back."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whet.config import to_dict
+from whet.editing.facts import Fact, check_facts
+from whet.editing.methods import (
+    LOCATED,
+    METHODS,
+    ROME_CLAMP,
+    Change,
+    MethodName,
+    TuneConfig,
+    check_single,
+    fine_tune,
+    low_rank,
+    one_by_one,
+    spread_over_layers,
+)
+from whet.editing.metrics import FactScores, score_facts, summarise, table_of, write_openings, written
+from whet.editing.record import Batch, Record
+from whet.editing.sites import Contexts, Memory, Reader, chosen_memories, find_memories, tokenisation_traps
+from whet.editing.statistics import digest_of, gather_moments, own_contexts, own_prose, windows_of
+from whet.editing.targets import TargetConfig, check_length
+from whet.editing.trace import locate
+from whet.eval.probe.off_domain import measure_perplexity
+from whet.generate.policy import Policy
+from whet.stats import bootstrap_interval
+from whet.types import UserError
+
+TRACED_FACTS = 8
+"""Facts whose layer is searched by causal tracing, where none was given."""
+PROSE_TOKENS = 100_000
+"""Tokens of given prose that are read, at most, as in the papers."""
+OWN_TOKENS = 20_000
+"""Tokens of prose that the model writes itself, where none was given."""
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    """How facts are written."""
+
+    method: MethodName = "memit"
+    """memit: many facts over several layers. rome, r-rome: one after the other into one layer. alphaedit: memit where
+    prose has no direction. ft: one matrix fine-tuned within a bound. lora: all matrices fine-tuned by low rank."""
+    layers: tuple[int, ...] = ()
+    """Layers to write into, from 0; empty: found by causal tracing of the facts."""
+    num_layers: int = 0
+    """Layers that memit and alphaedit take where none are given, up to the traced one; 0 for a sixth of the model's, at
+    least 2."""
+    num_contexts: int = 5
+    """Beginnings, written by the model, that facts are read behind besides none."""
+    context_tokens: int = 10
+    """Tokens of each."""
+    prose_weight: float = 0.0
+    """memit: tokens of prose that an edit has to stand up to (the papers: 15,000 for GPT-J, 20,000 for GPT-2 XL, with C
+    a mean over tokens); 0 for as many as a key has numbers."""
+    null_share: float = 0.02
+    """alphaedit: share of the keys' second moment in the directions that may be changed."""
+    ridge: float = 0.1
+    """alphaedit: weight of the change's size, of the mean square of the projected keys."""
+    target: TargetConfig = field(default_factory=TargetConfig)
+    """Search of the target vectors."""
+    tune: TuneConfig = field(default_factory=TuneConfig)
+    """Fine-tuning, of ft and lora."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method = {self.method!r}: expected {', '.join(METHODS)}")
+        if any(layer < 0 for layer in self.layers):
+            raise ValueError(f"layers = {self.layers}: expected numbers from 0")
+        for name in ("num_layers", "num_contexts"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected 0 or more")
+        if self.context_tokens < 1:
+            raise ValueError(f"context_tokens = {self.context_tokens}: expected 1 or more")
+        if not (math.isfinite(self.prose_weight) and self.prose_weight >= 0):
+            raise ValueError(f"prose_weight = {self.prose_weight}: expected 0 (the width of a key) or more")
+        if not 0 < self.null_share < 1:
+            raise ValueError(f"null_share = {self.null_share}: expected a share between 0 and 1")
+        if not (math.isfinite(self.ridge) and self.ridge > 0):
+            raise ValueError(f"ridge = {self.ridge}: expected a number above 0")
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """What a model says of some facts before or after an edit.
+
+    Attributes:
+        scores: Of each fact.
+        texts: What it writes of each; empty where that was not wanted.
+        perplexity: Of a text; None where that was not wanted.
+    """
+
+    scores: list[FactScores]
+    texts: list[list[str]] = field(default_factory=list)
+    perplexity: float | None = None
+
+
+class Editor:
+    """A model that facts are written into.
+
+    Args:
+        policy: The model, changed in place by `write` and `undo`; its weights get no gradients.
+        name: How it was named.
+        record: What was written into it before; default: nothing.
+        cache: Where statistics are kept; default: the user's cache.
+    """
+
+    def __init__(
+        self, policy: Policy, name: str, record: Record | None = None, cache: Path | None = None
+    ) -> None:
+        if policy.several is not None or (policy.adapter is not None and policy.adapter.is_applied):
+            raise UserError("the model has an adapter beside it: merge it first (whet export --to merged)")
+        find_memories(policy.model)
+        policy.model.requires_grad_(False)
+        policy.model.eval()
+        self.policy, self.reader = policy, Reader(policy)
+        self.record = record or Record(model=name, digest=digest_of(policy.model))
+        self._cache = cache
+        self._windows: list[tuple[int, ...]] = []
+        self._contexts: dict[tuple[int, int, int], Contexts] = {}
+
+    def check(self, facts: Sequence[Fact], method: MethodConfig) -> list[str]:
+        """Refuse facts that contradict or repeat each other; return what is worth a warning. Changes nothing."""
+        warnings = check_facts(facts)
+        for fact in facts:
+            warnings += tokenisation_traps(self.policy.tokenizer, fact)
+        earlier = {fact.text.casefold(): (n, fact) for n, fact in self.record.facts_of_batches()}
+        for fact in facts:
+            if (found := earlier.get(fact.text.casefold())) is not None:
+                warnings.append(
+                    f"{fact.where}: batch {found[0]} made {fact.text[:60]!r} {found[1].target!r}; now {fact.target!r}"
+                )
+        if method.layers and method.method != "lora":
+            chosen_memories(self.policy.model, method.layers)
+        return warnings
+
+    def set_prose(self, text: str, tokens: int, seed: int = 0) -> None:
+        """Choose the prose whose keys edits leave alone; '' lets the model write it."""
+        if text:
+            self._windows = windows_of(self.policy, text, tokens)
+        else:
+            self._windows = own_prose(self.policy, tokens, seed)
+
+    def layers_for(self, facts: Sequence[Fact], method: MethodConfig, seed: int = 0) -> tuple[int, ...]:
+        """Return the layers to write into: those given, or the ones that causal tracing finds."""
+        if method.method == "lora":
+            return ()
+        if method.layers:
+            return tuple(sorted(method.layers))
+        best, _ = locate(self.reader, facts[:TRACED_FACTS], seed=seed)
+        memories = find_memories(self.policy.model)
+        if method.method not in ("memit", "alphaedit") or memories[best].is_normed:
+            return (best,)
+        count = method.num_layers or max(2, round(len(self.policy.model.layers) / 6))
+        # The target is what the last of them makes of the subject: later layers still have to read it.
+        last = min(best + count // 2, len(self.policy.model.layers) - 2)
+        return tuple(layer for layer in range(max(0, last - count + 1), last + 1) if layer in memories)
+
+    def write(
+        self,
+        facts: Sequence[Fact],
+        method: MethodConfig,
+        *,
+        seed: int = 0,
+        tell: Told = lambda text: None,
+        advance: Callable[[int], None] = lambda count: None,
+    ) -> Batch:
+        """Write facts into the model as one batch.
+
+        Args:
+            facts: The facts; `check` has seen them.
+            method: How.
+            seed: Seed of contexts, noise and drawn factors.
+            tell: Called with the name of each phase.
+            advance: Called with the number of facts that are done.
+
+        Raises:
+            UserError: If the facts or the layers do not fit the model; nothing is changed then.
+        """
+        warnings = self.check(facts, method)
+        began = time.monotonic()
+        tell("layers")
+        layers = self.layers_for(facts, method, seed)
+        memories = chosen_memories(self.policy.model, layers) if layers else []
+        tell("contexts")
+        contexts = self._contexts_of(method, seed)
+        check_length(self.reader, facts, contexts)
+        moments: dict[int, torch.Tensor] = {}
+        if method.method in LOCATED:
+            tell("statistics")
+            moments = self._moments(memories, seed)
+        tell(method.method)
+        names = [m.name for m in memories] or [
+            name for name, p in self.policy.model.named_parameters() if p.dim() == 2
+        ]
+        before = {name: self.policy.model.get_parameter(name).detach().clone() for name in names}
+        try:
+            change = self._changed(facts, method, memories, contexts, moments, seed, advance)
+        finally:
+            # What a record holds is applied once, so that it gives the same bits whenever it is applied again.
+            with torch.no_grad():
+                for name, tensor in before.items():
+                    self.policy.model.get_parameter(name).copy_(tensor)
+        self.record.keep(self.policy.model, list(change.deltas))
+        batch = Batch(
+            method=method.method,
+            layers=layers,
+            facts=tuple(facts),
+            deltas={name: type(d)(d.left_DR.cpu(), d.right_RF.cpu()) for name, d in change.deltas.items()},
+            keys={layer: keys.cpu() for layer, keys in change.keys.items()},
+            settings={
+                "seed": seed,
+                **{k: v for k, v in to_dict(method).items() if k not in ("method", "layers")},
+            },
+            norms=change.norms,
+            warnings=tuple(warnings),
+            targets=_searched(change),
+        )
+        batch.apply(self.policy.model)
+        batch.norms = {
+            name: float((self.policy.model.get_parameter(name) - before[name]).norm() / before[name].norm())
+            for name in batch.deltas
+        }
+        batch.digest, batch.seconds = digest_of(self.policy.model), time.monotonic() - began
+        self.record.batches.append(batch)
+        return batch
+
+    def _moments(self, memories: Sequence[Memory], seed: int) -> dict[int, torch.Tensor]:
+        """Return C of each memory as the model had it before its first edit: so the papers' sequences have it, too."""
+        model, record = self.policy.model, self.record
+        present = {name: model.get_parameter(name).detach().clone() for name in record.originals}
+        record.restore(model)
+        try:
+            if not self._windows:
+                self.set_prose("", OWN_TOKENS, seed)
+            return gather_moments(
+                self.reader, memories, self._windows, model_digest=record.digest, folder=self._cache
+            )
+        finally:
+            with torch.no_grad():
+                for name, tensor in present.items():
+                    model.get_parameter(name).copy_(tensor)
+
+    def _contexts_of(self, method: MethodConfig, seed: int) -> Contexts:
+        key = method.num_contexts, method.context_tokens, seed
+        if key not in self._contexts:
+            self._contexts[key] = own_contexts(self.policy, *key)
+        return self._contexts[key]
+
+    def _changed(
+        self,
+        facts: Sequence[Fact],
+        method: MethodConfig,
+        memories: Sequence[Memory],
+        contexts: Contexts,
+        moments: dict[int, torch.Tensor],
+        seed: int,
+        advance: Callable[[int], None],
+    ) -> Change:
+        name, reader = method.method, self.reader
+        if name == "lora":
+            return low_rank(reader, facts, method.tune, seed, advance)
+        if name == "ft":
+            return fine_tune(reader, check_single(name, memories), facts, method.tune, advance)
+        if name in ("rome", "r-rome"):
+            memory = check_single(name, memories)
+            is_default = method.target.clamp == TargetConfig.clamp
+            targets = replace(method.target, clamp=ROME_CLAMP) if is_default else method.target
+            return one_by_one(
+                reader,
+                memory,
+                facts,
+                contexts,
+                moments[memory.layer],
+                targets=targets,
+                is_refined=name == "r-rome",
+                advance=advance,
+            )
+        width = memories[-1].matrix().shape[1]
+        is_alpha = name == "alphaedit"
+        return spread_over_layers(
+            reader,
+            memories,
+            facts,
+            contexts,
+            moments,
+            targets=method.target,
+            weight=method.ridge if is_alpha else method.prose_weight or float(width),
+            earlier=self.record.earlier_keys(),
+            null_share=method.null_share if is_alpha else None,
+            advance=advance,
+        )
+
+    def undo(self, numbers: Sequence[int] = ()) -> None:
+        """Take batches back, all by default; the weights are then bit by bit what they were without them."""
+        self.record.remove(self.policy.model, numbers)
+
+    def measure(
+        self, facts: Sequence[Fact], *, text: str = "", writes: bool = False, seed: int = 0
+    ) -> Measured:
+        """Ask the model as it is about some facts.
+
+        Args:
+            facts: The facts.
+            text: Prose for the perplexity; '' for none.
+            writes: Let it write about each subject, too.
+            seed: Seed of what it writes.
+        """
+        return Measured(
+            scores=score_facts(self.reader, facts),
+            texts=write_openings(self.reader, facts, seed) if writes else [],
+            perplexity=measure_perplexity(self.policy, text).perplexity if text else None,
+        )
+
+
+def _searched(change: Change) -> tuple[dict[str, float], ...]:
+    found = change.targets
+    if found is None:
+        return ()
+    columns = (found.nll_E, found.kl_E, found.steps_E, found.delta_ED.norm(dim=1))
+    names = ("nll", "kl", "steps", "norm")
+    return tuple(dict(zip(names, row, strict=True)) for row in torch.stack(list(columns), 1).tolist())
+
+
+def report_of(facts: Sequence[Fact], before: Measured, after: Measured, seed: int = 0) -> dict[str, Any]:
+    """Return metrics with intervals and tests, drawdown, and the table of all edits."""
+    metrics: dict[str, Any] = summarise(before.scores, after.scores, seed)
+    if after.texts:
+        old, new = written(facts, before.texts), written(facts, after.texts)
+        for name, values in new.items():
+            interval = bootstrap_interval(values, seed=seed)
+            metrics[name] = {
+                "after": {"mean": interval.mean, "low": interval.low, "high": interval.high},
+                "before": sum(old[name]) / len(old[name]),
+                "facts": len(values),
+            }
+    if before.perplexity is not None and after.perplexity is not None:
+        metrics["perplexity"] = {
+            "before": before.perplexity,
+            "after": after.perplexity,
+            "drawdown": after.perplexity / before.perplexity - 1,
+        }
+    return {"metrics": metrics, "table": table_of(facts, before.scores, after.scores)}

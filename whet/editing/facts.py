@@ -1,0 +1,257 @@
+"""Facts to write into a model: their record, the layouts of files that hold them, and what contradicts what."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from whet.tasks.read import read_file
+from whet.types import UserError
+
+PLACE = "{}"
+MANY = "|"
+"""What parts several texts in one cell of a CSV file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Neighbour:
+    """A prompt about something else, whose answer an edit must leave alone.
+
+    Attributes:
+        prompt: The whole prompt.
+        answer: What is true of it; '' for the fact's own `true`, as in CounterFact.
+    """
+
+    prompt: str
+    answer: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fact:
+    """One fact: what a prompt about a subject is to be completed with.
+
+    Attributes:
+        subject: What it is about.
+        prompt: Template with {} in the subject's place; the target follows it.
+        target: The new completion.
+        true: What the model says, or should have said, before; '' if nobody knows.
+        paraphrases: Whole prompts that ask the same in other words.
+        neighbours: Prompts about other subjects.
+        openings: Beginnings of texts about the subject, for what the model writes freely.
+        references: Texts about things of which the target is true; what it writes is compared with them.
+        where: Where it was read, for messages.
+    """
+
+    subject: str
+    prompt: str
+    target: str
+    true: str = ""
+    paraphrases: tuple[str, ...] = ()
+    neighbours: tuple[Neighbour, ...] = ()
+    openings: tuple[str, ...] = ()
+    references: tuple[str, ...] = ()
+    where: str = ""
+
+    @property
+    def text(self) -> str:
+        """The prompt with the subject in it."""
+        return self.prompt.replace(PLACE, self.subject)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON values, which `read_fact` reads again."""
+        return asdict(self)
+
+
+SUBJECT = ("subject",)
+PROMPT = ("prompt", "template", "question")
+TARGET = ("target", "target_new", "new", "new_target", "object_new")
+TRUE = ("true", "target_true", "ground_truth", "old", "attribute", "object")
+PARAPHRASES = ("paraphrases", "paraphrase_prompts", "rephrase_prompt", "rephrase")
+NEIGHBOURS = ("neighbours", "neighborhood_prompts", "locality_prompt", "neighbors")
+OPENINGS = ("openings", "generation_prompts")
+REFERENCES = ("references",)
+
+
+def read_facts(source: str | Path | Sequence[Mapping[str, Any]], *, needs_target: bool = True) -> list[Fact]:
+    """Read facts from a file (.jsonl, .json, .csv, .parquet) or from dicts.
+
+    Rows may be whet's own (`Fact`), CounterFact's (with `requested_rewrite`, or flat as EasyEdit has it), or of
+    the source of this method, with subject, prompt, old and new.
+
+    Args:
+        source: A path, or the rows.
+        needs_target: Whether a row without a new completion is an error; tracing needs none.
+
+    Raises:
+        UserError: If the file cannot be read, or a row is malformed; the row is named.
+    """
+    if isinstance(source, (str, Path)):
+        path = Path(source).expanduser()
+        if not path.is_file():
+            raise UserError(
+                f"{path}: no such file; give one with a fact in each row: subject, prompt, target"
+            )
+        rows, _ = read_file(path, required=[])
+        numbered = [(f"{path.name} row {number}", row) for number, row in rows]
+    else:
+        numbered = [(f"fact {number}", row) for number, row in enumerate(source, 1)]
+    facts = [read_fact(row, where, needs_target=needs_target) for where, row in numbered]
+    if not facts:
+        raise UserError("got no facts, expected at least one with subject, prompt and target")
+    return facts
+
+
+def read_fact(row: Mapping[str, Any], where: str, *, needs_target: bool = True) -> Fact:
+    """Read one row.
+
+    Raises:
+        UserError: If something is missing or malformed.
+    """
+    if not isinstance(row, Mapping):
+        raise UserError(f"{where}: got {row!r:.60}, expected a row with subject, prompt and target")
+    if isinstance(asked := row.get("requested_rewrite"), Mapping):
+        row = {**row, **asked}
+    subject = _text(row, SUBJECT, where)
+    prompt = _text(row, PROMPT, where)
+    target = _text(row, TARGET, where, needed=needs_target)
+    true = _text(row, TRUE, where, needed=False)
+    if prompt.count(PLACE) > 1:
+        raise UserError(f"{where}: prompt {prompt[:80]!r} has {{}} more than once; expected it once")
+    if PLACE not in prompt:
+        start, end = find_subject(prompt, subject, where)
+        # The spelling of the prompt: it is what the model reads.
+        subject, prompt = prompt[start:end], prompt[:start] + PLACE + prompt[end:]
+    neighbours = row.get(_name(row, NEIGHBOURS) or "", ())
+    answer = str(row.get("locality_ground_truth") or "")
+    return Fact(
+        subject=subject,
+        prompt=prompt,
+        target=target,
+        true=true,
+        paraphrases=_texts(row, PARAPHRASES, where),
+        neighbours=tuple(_neighbour(one, answer, where) for one in _listed(neighbours)),
+        openings=_texts(row, OPENINGS, where),
+        references=_texts(row, REFERENCES, where),
+        where=where,
+    )
+
+
+def find_subject(text: str, subject: str, where: str) -> tuple[int, int]:
+    """Find a subject in a prompt: as it is spelt, as a whole word first, then whatever the case of its letters.
+
+    Returns:
+        Its first character and the one behind its last. Of several the last one, behind which most is said.
+
+    Raises:
+        UserError: If it is not there, or only as a part of another word.
+    """
+    wanted = re.escape(subject.strip())
+    words = rf"(?<!\w){wanted}(?!\w)"
+    for pattern, flags in ((words, 0), (words, re.IGNORECASE)):
+        if found := list(re.finditer(pattern, text, flags)):
+            return found[-1].span()
+    if re.search(wanted, text, re.IGNORECASE):
+        raise UserError(
+            f"{where}: subject {subject!r} is only a part of a word in {text[:80]!r}; give it as it stands there"
+        )
+    raise UserError(
+        f"{where}: subject {subject!r} is not in {text[:80]!r}; put {{}} where it belongs, or correct it"
+    )
+
+
+def check_facts(facts: Sequence[Fact]) -> list[str]:
+    """Refuse a batch that contradicts or repeats itself; return what is worth a warning.
+
+    Raises:
+        UserError: If two facts give one prompt different targets, or the same one twice.
+    """
+    seen: dict[tuple[str, str], Fact] = {}
+    warnings: list[str] = []
+    for fact in facts:
+        if fact.target.strip() == fact.true.strip():
+            warnings.append(f"{fact.where}: the new target {fact.target!r} is what is true already")
+        key = _key(fact.text)
+        first = seen.setdefault(key, fact)
+        if first is fact:
+            continue
+        if _key(first.target) != _key(fact.target):
+            raise UserError(
+                f"{first.where} and {fact.where} contradict each other: {fact.text[:60]!r} is to be {first.target!r} "
+                f"and {fact.target!r}; leave one out"
+            )
+        raise UserError(
+            f"{first.where} and {fact.where} are the same edit, {fact.text[:60]!r}; leave one out"
+        )
+    for fact in facts:
+        for neighbour in fact.neighbours:
+            other = seen.get(_key(neighbour.prompt))
+            answer = neighbour.answer or fact.true
+            if other is not None and answer and _key(other.target) != _key(answer):
+                warnings.append(
+                    f"{fact.where} expects {neighbour.prompt[:60]!r} to remain {answer!r}, and {other.where} makes it "
+                    f"{other.target!r}"
+                )
+        for text in fact.paraphrases:
+            other = seen.get(_key(text))
+            if other is not None and other is not fact and _key(other.target) != _key(fact.target):
+                warnings.append(
+                    f"a paraphrase of {fact.where} is the prompt of {other.where}, with another target"
+                )
+    owners = {(_key(fact.prompt), _key(fact.true)): fact for fact in facts if fact.true}
+    for fact in facts:
+        owner = owners.get((_key(fact.prompt), _key(fact.target)))
+        if owner is not None and owner is not fact and _key(owner.subject) != _key(fact.subject):
+            warnings.append(
+                f"{fact.where} gives {fact.subject!r} the {fact.target!r} that {owner.where} takes from "
+                f"{owner.subject!r}"
+            )
+    return warnings
+
+
+def _key(text: str) -> Any:
+    return " ".join(text.casefold().split())
+
+
+def _name(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    return next((name for name in names if row.get(name) not in (None, "", [])), None)
+
+
+def _text(row: Mapping[str, Any], names: Sequence[str], where: str, *, needed: bool = True) -> str:
+    name = _name(row, names)
+    value = row.get(name) if name else None
+    if isinstance(value, Mapping):  # CounterFact: {"str": "Paris", "id": "Q90"}
+        value = value.get("str")
+    if value is None and not needed:
+        return ""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str) or not value.strip():
+        has = ", ".join(map(str, row)) or "nothing"
+        raise UserError(f"{where}: no {names[0]} (it has {has}); expected a text called {' or '.join(names)}")
+    return value
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(MANY) if part.strip()]
+    return list(value or ())
+
+
+def _texts(row: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[str, ...]:
+    values = _listed(row.get(_name(row, names) or ""))
+    if bad := next((value for value in values if not isinstance(value, str) or not value.strip()), None):
+        raise UserError(f"{where}: {names[0]} holds {bad!r:.60}, expected texts")
+    return tuple(values)
+
+
+def _neighbour(value: Any, answer: str, where: str) -> Neighbour:
+    if isinstance(value, Mapping) and isinstance(value.get("prompt"), str):
+        return Neighbour(prompt=value["prompt"], answer=str(value.get("answer") or value.get("target") or ""))
+    if isinstance(value, str) and value.strip():
+        return Neighbour(prompt=value, answer=answer)
+    raise UserError(
+        f"{where}: neighbours holds {value!r:.60}, expected prompts, or objects of prompt and answer"
+    )

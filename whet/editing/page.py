@@ -1,0 +1,116 @@
+"""What `whet edit` found, as text and as a page with every edit before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from whet.report.page import render
+
+Json = Mapping[str, Any]
+SHOWN = 20
+"""Edits that the terminal shows; all are on the page and in edits.json."""
+LABELS = {
+    "efficacy": "efficacy: P(new) > P(true)",
+    "paraphrase": "paraphrases: P(new) > P(true)",
+    "neighbourhood": "neighbours: P(true) > P(new)",
+    "efficacy_accuracy": "efficacy: greedy decoding writes the target (rank 1)",
+    "paraphrase_accuracy": "paraphrases: greedy decoding writes the target",
+    "neighbourhood_accuracy": "neighbours: greedy decoding writes what is true",
+    "neighbourhood_kept": "neighbours: likeliest token as before",
+    "first_token_p": "source's efficacy: p of the first token",
+    "first_token_rank_1": "source's success: first token at rank 1",
+    "efficacy_magnitude": "magnitude: P(new) - P(true)",
+    "paraphrase_magnitude": "magnitude of paraphrases",
+    "neighbourhood_magnitude": "magnitude of neighbours, P(true) - P(new)",
+    "fluency": "fluency: n-gram entropy in bits",
+    "consistency": "consistency: cosine with reference texts",
+}
+"""Metrics in the order of the tables."""
+SHARES = ("efficacy", "paraphrase", "neighbourhood", "first_token_rank_1")
+
+
+def _cell(name: str, value: float) -> str:
+    is_share = name in SHARES or name.endswith(("_accuracy", "_kept"))
+    return f"{value:.1%}" if is_share else f"{value:.4f}"
+
+
+def rows_of(content: Json) -> list[dict[str, str]]:
+    """Return the table of metrics as texts."""
+    found = []
+    for name, label in LABELS.items():
+        row = content["metrics"].get(name)
+        if row is None:
+            continue
+        after = row["after"]
+        p_value = row.get("p_value")
+        found.append(
+            {
+                "label": label,
+                "before": _cell(name, row["before"]),
+                "after": _cell(name, after["mean"]),
+                "interval": f"{_cell(name, after['low'])} to {_cell(name, after['high'])}",
+                "p": "" if p_value is None else f"{p_value:.2g} ({row['test']})",
+                "facts": str(row["facts"]),
+            }
+        )
+    return found
+
+
+def headline(content: Json) -> str:
+    """Say in a sentence what was reached."""
+    metrics = content["metrics"]
+    if not metrics:
+        return f"{len(content['batches'])} batches applied"
+    parts = [
+        f"{_cell('efficacy_accuracy', metrics['efficacy_accuracy']['after']['mean'])} of the edits at rank 1"
+    ]
+    if "score" in metrics:
+        parts.append(f"score {metrics['score']['after']:.1f} (before {metrics['score']['before']:.1f})")
+    if "perplexity" in metrics:
+        parts.append(f"perplexity {metrics['perplexity']['drawdown']:+.2%}")
+    return "; ".join(parts)
+
+
+def as_text(content: Json) -> str:
+    """Format metrics, and the first edits."""
+    lines = [headline(content), ""]
+    rows = rows_of(content)
+    if rows:
+        lines.append(f"{'metric':<54}{'before':>9}{'after':>9}  {'95 % interval':<22}p")
+    for row in rows:
+        lines.append(
+            f"{row['label']:<54}{row['before']:>9}{row['after']:>9}  {row['interval']:<22}{row['p']}".rstrip()
+        )
+    if content["table"]:
+        lines += ["", f"{'edit':<60}{'p before':>10}{'p after':>10}{'rank':>6}  says"]
+    for row in content["table"][:SHOWN]:
+        before, after = row["before"], row["after"]
+        text = f"{row['prompt']} -> {row['target']}"
+        lines.append(
+            f"{text[:59]:<60}{before['first_token_p']:>10.4f}{after['first_token_p']:>10.4f}"
+            f"{after['first_token_rank']:>6}  {after['says'].strip()}"
+        )
+    if len(content["table"]) > SHOWN:
+        lines.append(f"... {len(content['table']) - SHOWN} more: edits.json")
+    for batch in content["batches"]:
+        norms: Sequence[float] = list(batch["norms"].values())
+        layers = ", ".join(map(str, batch["layers"])) or "all"
+        lines.append(
+            f"{batch['method']}: {len(batch['facts'])} facts, layers {layers}, |change| / |weight| up to "
+            f"{max(norms):.4f}, {batch['seconds']:.1f} s"
+        )
+    return "\n".join(lines)
+
+
+def write_page(folder: Path, content: Json) -> None:
+    """Write edit.html."""
+    page = render(
+        "edit.html",
+        title=f"Edits of {content['model']}",
+        headline=headline(content),
+        content=content,
+        rows=rows_of(content),
+    )
+    (folder / "edit.html").write_text(page, encoding="utf-8", errors="backslashreplace")
