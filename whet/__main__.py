@@ -133,6 +133,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "dpo": "teach a model to prefer better completions over worse ones",
         "rl": "reinforce a model with verifiable rewards",
         "seeds": "one recipe with several seeds: stop the hopeless ones, report the spread",
+        "edit": "write facts into a model's weights, measure what that did, take them out again",
     },
     "measure": {
         "eval": "measure a model: accuracy with its confidence interval",
@@ -149,6 +150,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "track": "send a run that has ended to experiment trackers, from its own files",
         "data": "what a task's data is: columns, lengths, repetitions, train/test overlap",
         "explain": "the arithmetic behind it, by worked examples with plots",
+        "trace": "look inside a prompt: where a fact is, what each layer would say, who attends to whom",
     },
     "use": {
         "chat": "talk to a model in the terminal",
@@ -157,10 +159,6 @@ GROUPS: dict[str, dict[str, str]] = {
         "export": "write a model for transformers, peft, llama.cpp, Ollama or mlx, and check it there",
         "push": "upload a run's model to the hub, with a card of what was measured",
         "pull": "download a model from the hub, every file checked",
-    },
-    "edit": {
-        "edit": "write facts into a model's weights, measure what that did, take them out again",
-        "trace": "look inside a prompt: where a fact is, what each layer would say, who attends to whom",
     },
     "compress": {
         "quantize": "a smaller model: each layer in 4, 8 or 16 bits, as measured on a task",
