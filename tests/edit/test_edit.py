@@ -24,6 +24,8 @@ from whet.types import UserError
 PROSE = " ".join(f"{text} ." for text in (f"{p} is a friend" for p in PEOPLE)) + " Hello there ."
 CITIES = ("Rome", "Oslo", "Lima", "Kyiv", "Bern")
 
+pytestmark = pytest.mark.ci  # it trains its patient
+
 
 def facts(count: int = 3) -> list[Fact]:
     """Return edits that move people to another city, with the two other ways to ask, and neighbours."""

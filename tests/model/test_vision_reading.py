@@ -272,7 +272,8 @@ def test_paths_stay_in_the_root(tmp_path: Path) -> None:
     (root / "loop.png").symlink_to(root / "loop.png")
     for good in ("in.png", "./in.png", "x/../in.png", "fine.png", str(root / "in.png")):
         assert read_picture(good, root=root).width == 3
-    for bad in ("../secret.png", "../data2/x.png", "link.png", "folder/x.png", str(outside), "/etc/passwd"):
+    inside_of_none = ("../secret.png", "../data2/x.png", "link.png", "folder/x.png", str(outside))
+    for bad in (*inside_of_none, "/etc/passwd", "file:///etc/passwd"):
         text = fault(bad, root=root)
         assert f"is outside of {str(root)!r}" in text
         assert "--task.image-root" in text
@@ -280,7 +281,7 @@ def test_paths_stay_in_the_root(tmp_path: Path) -> None:
     assert "cannot be read (No such file or directory); check the path" in fault("no.png", root=root)
     for bad in ("loop.png", "x" * 5000):
         assert "image" in fault(bad, root=root)
-    for bad in ("", "  ", "a\x00b", "file:///etc/passwd", "ftp://example.org/a.png"):
+    for bad in ("", "  ", "a\x00b", "ftp://example.org/a.png"):
         assert "expected a path, a data URI" in fault(bad, root=root)
     assert "is a path, and files are not read here" in fault("in.png", root=root, paths=False)
 

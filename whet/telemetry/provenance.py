@@ -130,6 +130,15 @@ def _git(root: Path, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
 
 
+@cache
+def _own_code() -> str:
+    """Return a short hash of this package's Python files (the C++ kernels have their own in a checkpoint)."""
+    own, root = hashlib.sha256(), Path(__file__).resolve().parents[1]
+    for path in sorted(root.rglob("*.py")):
+        own.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return own.hexdigest()[:12]
+
+
 PROVENANCE = "provenance.json"
 MARKS = frozenset({PROVENANCE, "eval.json", "summary.json"})
 """Files that make a folder a run; config.yaml with environment.json does, too."""
@@ -243,8 +252,7 @@ def inputs_of(config: Any, problems: Iterable[Problem]) -> dict[str, str]:
         ]
         rows.update(json.dumps([texts, asked, meta]).encode() + b"\n")
         count += 1
-    commit = (_git_commit(Path(__file__).resolve().parents[2]) or "").removesuffix("-dirty")
-    found = {"problems": f"{count:,} {rows.hexdigest()}", "whet": f"{__version__} {commit[:12]}".strip()}
+    found = {"problems": f"{count:,} {rows.hexdigest()}", "whet": f"{__version__} {_own_code()}"}
     for name, value in _settings(config):
         for path in _files_of(value):
             found[f"{name}: {path}"] = _digest(path)

@@ -492,7 +492,8 @@ class Session:
             self._handlers = {
                 number: signal.signal(number, self._on_signal)
                 for number in SIGNALS
-                if signal.getsignal(number) != signal.SIG_IGN  # as `nohup` wants it
+                # Under `nohup` a lost terminal is no reason to stop. (A shell's background jobs ignore SIGINT, too.)
+                if signal.Signals(number).name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN
             }
         return self
 

@@ -42,7 +42,7 @@ from whet.model.lora.trained import modules_to_save
 from whet.model.quant import Kind, packed_size, places
 from whet.model.recurrence import CHUNK as STEPS
 from whet.model.transformer import SIDE_NAMES
-from whet.model.vision.store import CACHE_BYTES
+from whet.model.vision.store import CACHE_BYTES, PATCHES_TOGETHER
 from whet.model.weights import build_model
 from whet.train.optim import adam8bit
 from whet.train.optim.adam8bit import BLOCK, MIN_NUMBERS
@@ -765,16 +765,22 @@ def image_bytes(work: Workload) -> int:
     return max(one, min(CACHE_BYTES, work.num_images * one))
 
 
-def encoding_bytes(work: Workload) -> int:
-    """Return the peak bytes of encoding a prompt's images without autograd, one layer after the other."""
-    vision = work.shape.vision
-    if vision is None:
+def encoding_bytes(work: Workload, prompts: int) -> int:
+    """Return the peak bytes of encoding prompts' images without autograd, one layer after the other.
+
+    Args:
+        work: The step.
+        prompts: Different prompts whose images are wanted at once: small ones are computed together by the kernels.
+    """
+    vision, one = work.shape.vision, _num_patches(work)
+    if vision is None or not one:
         return 0
+    together = max(1, min(prompts, -(-PATCHES_TOGETHER // one))) if work.is_native else 1
     a, width, inner = work.product_bytes, vision.width, vision.intermediate_size
     attention = (
         a * 9 * width
     )  # residual stream, norm, queries, keys and values, the first two turned, and the result
-    return _num_patches(work) * max(attention, a * (3 * width + (3 if vision.is_rms else 2) * inner))
+    return together * one * max(attention, a * (3 * width + (3 if vision.is_rms else 2) * inner))
 
 
 def tower_bytes(work: Workload) -> int:
@@ -1034,7 +1040,7 @@ def _rollout(work: Workload) -> dict[str, int]:
     prefill += -(-tokens // prompt) * _feature_bytes(work)  # gathered from those that are kept
     if work.is_native:  # the prompts' logits, repeated for each row
         prefill = max(prefill, logits + work.num_prompts * vocabulary * 4)
-    parts = {"activations": states + max(decode, prefill, encoding_bytes(work))}
+    parts = {"activations": states + max(decode, prefill, encoding_bytes(work, -(-tokens // prompt)))}
     if copies := dense_bytes(work):
         parts[COPIES] = copies
     if work.precision.endswith("_master") and work.device == "cpu" and not work.is_native:
@@ -1099,7 +1105,12 @@ def _backward(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
         },
     ]
     if work.rows or work.image_tokens:  # before the first layer: the rollout's packed weights still exist
-        moments.append({"activations": frame + encoding_bytes(work), "packed weights": packed_bytes(work)})
+        moments.append(
+            {
+                "activations": frame + encoding_bytes(work, _families(work)),
+                "packed weights": packed_bytes(work),
+            }
+        )
     if not work.is_native:
         for parts in moments:
             del parts["packed weights"]
