@@ -116,6 +116,7 @@ class SelfPlayOrder:
 
     @cursor.setter
     def cursor(self, value: int) -> None:
+        """Go on from a cursor."""
         self._inner.cursor = value
 
     @property
