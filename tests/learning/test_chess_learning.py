@@ -34,10 +34,10 @@ def test_boards_are_learned_and_reinforced(tmp_path: Path, monkeypatch: pytest.M
         policy=replace(start.policy, model=replace(start.policy.model, **SHAPE), num_threads=2),
         task=task,
         optim=replace(start.optim, lr=4e-3, warmup_steps=10),
-        num_steps=110,
+        num_steps=130,
         batch_size=16,
         validation_problems=0,
-        save_every=110,
+        save_every=130,
     )
     policy = sft.train(config)
     params = SamplingParams(temperature=1.0, max_new_tokens=112)
@@ -58,15 +58,15 @@ def test_boards_are_learned_and_reinforced(tmp_path: Path, monkeypatch: pytest.M
         policy=PolicyConfig(init=str(tmp_path / "sft"), num_threads=2),
         task=task,
         rewards={"chess": 1.0, "chess_fen": 0.0},
-        optim=replace(again.optim, lr=1e-3, warmup_steps=2),
+        optim=replace(again.optim, lr=3e-4, warmup_steps=2),
         algo=replace(again.algo, kl="none", kl_coef=0.0, kl_target=None),
-        num_steps=60,
+        num_steps=25,
         num_prompts=4,
         validation_problems=0,
-        save_every=60,
+        save_every=25,
     )
     rl.train(reinforced)
     rows = [json.loads(line) for line in (tmp_path / "rl" / "metrics.jsonl").read_text().splitlines()]
     paid = [row["rl/reward_mean"] for row in rows if "rl/reward_mean" in row]
-    assert sum(paid[-10:]) / 10 > sum(paid[:10]) / 10 + 0.05
+    assert sum(paid[-8:]) / 8 > sum(paid[:8]) / 8 + 0.05
     assert measured(load_policy(PolicyConfig(init=str(tmp_path / "rl")), seed=0))[0] > 0.5
