@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from whet.rewards.presets import PRESETS, Preset, program_keywords, program_loads, program_tests
+from whet.rewards.presets import CHESS, PRESETS, Preset, program_keywords, program_loads, program_tests
 from whet.sandbox.graders.graders import GraderPool, Outcome
 from whet.schema import ResponseSchema
 from whet.types import Problem, Reward, Task, UserError
@@ -90,6 +90,7 @@ REWARDS: dict[str, Preset] = {
     "program_loads": Preset(program_loads, best=1.0, worst=0.0),
     "program_tests": Preset(program_tests, best=1.0, worst=0.0),
     "program_keywords": Preset(program_keywords, best=1.0, worst=0.0),
+    **CHESS,
 }
 """Name -> factory of the reward function. `correct` is the main reward; the others shape it."""
 

@@ -482,6 +482,5 @@ PRESETS: dict[str, Preset] = {
     "repetition": Preset(repetition, 0.0, -1.0, is_reached=False),
     "degenerate": Preset(degenerate, 0.0, DEGENERATE),
     "steps": Preset(steps, 1.0, 0.0, is_reached=False),
-    **CHESS,
 }
 """Name -> reward. `whet.rewards.base` adds `correct` and `format`."""

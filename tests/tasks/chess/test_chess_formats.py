@@ -126,6 +126,16 @@ def test_random_lines_against_python_chess(count: int) -> None:
         }
         for what, text in corrupted.items():
             parts = policy_parts(board, lines, read_policy(text))
+            touched = {
+                "illegal candidate": ("candidates", "legal", "order"),
+                "repeated candidate": ("candidates", "legal", "order"),
+                "evaluation": ("evals",),
+                "no evaluations": ("format", "evals"),
+                "no best": ("format", "best"),
+                "best": ("best",),
+            }
+            for name in touched[what] if len(lines) > 1 else ():
+                assert parts[name] < 1, (what, name, text)
             legal_now = (find(board, read_policy(text).best)) in legal
             assert (parts["best"] > 0) is legal_now, (what, text)
             assert total("chess", "policy", parts) < 1 - 1e-9, (what, text)
