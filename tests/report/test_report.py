@@ -176,7 +176,11 @@ def test_environment_says_what_a_number_depends_on(tmp_path, monkeypatch):
     assert environment["kernels"]
     assert environment["whet"] == __version__
     assert environment["argv"] == sys.argv
-    assert environment["environment"] == {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": None}
+    assert environment["environment"] == {
+        "OMP_NUM_THREADS": "2",
+        "OMP_WAIT_POLICY": None,
+        "TORCHELASTIC_RUN_ID": None,
+    }
     assert "secret" not in path.read_text()
     for key in ("python", "torch", "numpy", "platform", "num_cpus", "num_torch_threads", "start_utc"):
         assert environment[key]

@@ -77,6 +77,7 @@ def at_call(number: int, action: Callable[[], Any], function: Callable[..., Any]
 def test_a_signal_saves_the_step_and_the_run_goes_on_exactly(
     name: str,
     background: bool,
+    request: pytest.FixtureRequest,
     tiny_policy: PolicyConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -85,7 +86,9 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_exactly(
     config = make_config(tiny_policy, tmp_path / "straight", safety=SafetyConfig(background=background))
     train(config)
     number = signal.Signals[name]
-    before = signal.getsignal(number)
+    before = signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
+    own = signal.signal(number, before)  # whatever the tests were started by (nohup)
+    request.addfinalizer(lambda: signal.signal(number, own))
     config = replace(config, out=str(tmp_path / "run"))
     monkeypatch.setattr(sft, "train_step", at_call(5, lambda: os.kill(os.getpid(), number), sft.train_step))
     with pytest.raises(Stopped) as stopped:

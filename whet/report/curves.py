@@ -33,6 +33,7 @@ TITLES = {
     "rl_off_policy": "Sampler against trainer",
     "rl_critic": "Critic",
     "rl_judge": "Judge",
+    "rl_self_play": "Self-play",
     "router": "Experts",
     "hardware": "Hardware",
     "other": "Other metrics",

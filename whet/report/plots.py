@@ -164,6 +164,12 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("speed of its parts", ("rl/generate_tokens_per_second", "rl/train_tokens_per_second")),
         Panel("peak memory", ("rl/peak_memory_gib",), smooth=False),
     ),
+    "rl_self_play": (
+        Panel("positions of own games", ("rl/self_play_buffer",), smooth=False),
+        Panel("moves of own games", ("rl/self_play_moves",), smooth=False),
+        Panel("own games that ended", ("rl/self_play_games",), smooth=False),
+        Panel("waiting for Stockfish", ("rl/engine_wait_seconds",), smooth=False),
+    ),
     "router": (
         Panel("load-balancing loss", ("router/balance_loss",)),
         Panel("tokens of the busiest and the idlest expert", ("router/load_max", "router/load_min")),

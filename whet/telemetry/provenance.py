@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from functools import cache
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from whet import __version__
+from whet.config import to_dict
 from whet.telemetry.hardware import cpu_name
 from whet.types import Problem, UserError
 
@@ -253,26 +254,23 @@ def inputs_of(config: Any, problems: Iterable[Problem]) -> dict[str, str]:
         rows.update(json.dumps([texts, asked, meta]).encode() + b"\n")
         count += 1
     found = {"problems": f"{count:,} {rows.hexdigest()}", "whet": f"{__version__} {_own_code()}"}
-    for name, value in _settings(config):
+    for name, value in _settings(to_dict(config)):
         for path in _files_of(value):
             found[f"{name}: {path}"] = _digest(path)
     return found
 
 
-def _settings(config: Any, above: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the texts of a configuration with the names of their settings."""
-    if isinstance(config, str):
-        yield above, config
-    elif isinstance(config, Mapping):
-        for key, value in config.items():
-            yield from _settings(value, f"{above}.{key}")
-    elif isinstance(config, (list, tuple)):
-        for value in config:
+def _settings(values: Any, above: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the texts of a configuration, as dicts and lists, with the names of their settings."""
+    if isinstance(values, str):
+        yield above, values
+    elif isinstance(values, Mapping):
+        for key, value in values.items():
+            if above or key not in NOT_INPUTS:
+                yield from _settings(value, f"{above}.{key}".lstrip("."))
+    elif isinstance(values, (list, tuple)):
+        for value in values:
             yield from _settings(value, above)
-    elif is_dataclass(config):
-        for field in fields(config):
-            if above or field.name not in NOT_INPUTS:
-                yield from _settings(getattr(config, field.name), f"{above}.{field.name}".lstrip("."))
 
 
 def _files_of(value: str) -> Iterator[Path]:
