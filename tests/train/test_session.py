@@ -176,7 +176,8 @@ sft.train(replace(RECIPES["demo"](), out=sys.argv[1], validation_problems=0))
 def test_a_run_whose_terminal_is_lost_is_saved(tmp_path: Path) -> None:
     """As after an SSH session: SIGHUP, and nothing can be printed any more."""
     program = """
-import sys, termios, fcntl
+import signal, sys, termios, fcntl
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the tests were started by (nohup)
 from dataclasses import replace
 from whet.recipes.sft import RECIPES
 from whet.tasks.made import arithmetic
