@@ -271,9 +271,6 @@ VALUES: dict[str, list[Any]] = {
 """Other values of fields by their last words, where the plain rule (one more, half, the opposite) gives none."""
 
 UNSEEN: dict[str, str] = {
-    "task.images": "rows with images: tests/tasks/test_image_columns.py",
-    "task.image_root": "rows with images: tests/tasks/test_image_columns.py",
-    "task.image_urls": "rows with images: tests/tasks/test_image_columns.py",
     "task.nodes": "needs Stockfish: tests/tasks/chess/test_stockfish.py",
     "task.layout": "needs Stockfish: tests/tasks/chess/test_chess_formats.py",
     "self_play.": "needs Stockfish: tests/train/test_self_play.py",
