@@ -557,5 +557,12 @@ def _weights_folder(source: str) -> Path | None:
 
 
 def _digest(path: Path) -> str:
+    facts = path.stat()
+    return _read_digest(path, facts.st_size, facts.st_mtime_ns)
+
+
+@cache
+def _read_digest(path: Path, _size: int, _changed: int) -> str:
+    """Hash a file once a process, while it stays as it is: a base is asked for as a model and as an input."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -312,7 +312,6 @@ class _Cache:
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
-        self._new = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._open(str(path))

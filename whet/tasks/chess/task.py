@@ -129,10 +129,17 @@ class Chess:
         Raises:
             EngineError: If it is needed and missing.
         """
-        return self._engine()
+        if self._kinds == ("environment",):
+            return None
+        try:
+            return shared(self._nodes)
+        except EngineError:
+            if self.name == "chess" and self._path:
+                return None
+            raise
 
     def _made(self) -> dict[str, list[Problem]]:
-        engine = self._engine()
+        engine = self.engine
         if self._path:
             positions, self.bad_rows = read_positions(self._path, self._max_bad_rows)
         else:
@@ -152,17 +159,6 @@ class Chess:
                     seen.add(problem.uid)
                     splits[place].append(problem)
         return splits
-
-    def _engine(self) -> Stockfish | None:
-        """Return the pool; None where the environment alone is asked, or an evaluation's rows do without."""
-        if self._kinds == ("environment",):
-            return None
-        try:
-            return shared(self._nodes)
-        except EngineError:
-            if self.name == "chess" and self._path:
-                return None
-            raise
 
     def is_correct(self, problem: Problem, answer: str | None) -> bool:
         """Judge a completion: the best move is one of the best, or mates; of an environment, all four fields are exact.
