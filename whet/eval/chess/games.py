@@ -182,8 +182,7 @@ class Opponent:
                     found.append(played.move.uci() if played.move else "")
                 return found
             finally:
-                with_kill = transport.get_returncode() is None
-                if with_kill:
+                if transport.get_returncode() is None:
                     transport.kill()
                 await engine.returncode
                 transport.close()
