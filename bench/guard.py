@@ -1,10 +1,10 @@
-"""Compare the ratios of a fresh quick run with the committed ones; exit status 1 when one falls by more than 20 %.
+"""Compare the ratios of a fresh quick run with this processor's committed ones; exit 1 if one fell by over 20 %.
 
 python bench/guard.py [--programs grpo_step generate ...] [--file docs/results/bench.json] [--update]
 
 A program whose ratio fell is run once more, and the better of both runs counts: a noisy neighbour is no regression.
---update writes what was measured instead of comparing. Ratios are kept for each instruction set (avx2, avx512-bf16):
-they carry over between machines of one, not from one to another. Where none are committed yet nothing is compared.
+--update writes what was measured instead of comparing. Ratios are kept for each processor: one commit's differ by a
+quarter between two generations with the same instruction set. Where none are committed, the targets stand for them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 
 from whet.inspect.bench import PROGRAMS, results
 from whet.kernels.cpu import build
+from whet.telemetry.hardware import cpu_name
 from whet.telemetry.provenance import describe_environment
 
 FOLDER = Path(__file__).resolve().parent
@@ -31,8 +32,8 @@ LIMIT = 0.2
 FACTS = ("cpu", "cuda_device", "num_cpus", "num_torch_threads", "torch", "python")
 
 
-def measure(program: str, folder: Path, options: list[str]) -> dict[str, float]:
-    """Run a program of a folder in its quick form; return its ratios by name, more being better."""
+def measure(program: str, folder: Path, options: list[str]) -> tuple[dict[str, float], dict[str, float]]:
+    """Run a program of a folder in its quick form; return its ratios, and targets, by name, more being better."""
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "rows.json"
         words = [sys.executable, str(folder / f"{program}.py"), "--quick", *options, "--json", str(file)]
@@ -40,7 +41,13 @@ def measure(program: str, folder: Path, options: list[str]) -> dict[str, float]:
         if code or not file.is_file():
             raise SystemExit(f"guard: {program}.py ended with status {code}")
         rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
-    return {result.name: round(result.ratio, 3) for result in results(program, rows)}
+    found = results(program, rows)
+    targets = {
+        one.name: 1 / one.target if one.is_lower_better else one.target
+        for one in found
+        if one.target is not None
+    }
+    return {one.name: round(one.ratio, 3) for one in found}, targets
 
 
 def fallen(committed: Mapping[str, float], fresh: Mapping[str, float]) -> dict[str, str]:
@@ -60,13 +67,19 @@ def of_programs(rows: Mapping[str, float], programs: Iterable[str]) -> dict[str,
     return {name: value for name, value in rows.items() if name.split()[0] in chosen}
 
 
-def instruction_set() -> str:
-    """Name what this machine computes with, as the programs do."""
-    return build.instruction_set() or f"eager {torch.backends.cpu.get_cpu_capability().lower()}"
+def processor() -> str:
+    """Name the processor, which a cloud's own name ("AMD EPYC") does not, and what its kernels compute with."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    facts = {
+        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))
+    }
+    numbers = [facts.get(name, "") for name in ("vendor_id", "cpu family", "model")]
+    name = "{} family {} model {}".format(*numbers) if all(numbers) else cpu_name() or "unknown"
+    return f"{name}, {build.instruction_set() or f'eager {torch.backends.cpu.get_cpu_capability().lower()}'}"
 
 
 def read(file: Path) -> dict[str, dict[str, Any]]:
-    """Read what is committed: for each instruction set a date, the machine's facts, and ratios."""
+    """Read what is committed: for each processor a date, the machine's facts, and ratios."""
     if not file.is_file():
         raise SystemExit(f"guard: {file} does not exist; write it with --update")
     try:
@@ -76,7 +89,7 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
             for name, one in sets.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        shape = '{"sets": {instruction set: {"rows": {name: ratio}}}}'
+        shape = '{"sets": {processor: {"rows": {name: ratio}}}}'
         raise SystemExit(f"guard: {file}: expected {shape}: {error}") from None
 
 
@@ -90,34 +103,38 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--update", action="store_true", help="write the ratios instead of comparing them")
     arguments = parser.parse_args(argv)
     options = ["--threads", arguments.threads] if arguments.threads else []
-    isa = instruction_set()
+    name = processor()
     sets = read(arguments.file) if not arguments.update or arguments.file.is_file() else {}
-    before: dict[str, float] = sets.get(isa, {}).get("rows", {})
-    if isa not in sets and not arguments.update:
-        known = ", ".join(sorted(sets)) or "none"
-        print(f"guard: no ratios are committed for {isa} (there are: {known}): add them with --update")
-        return 0
+    before: dict[str, float] = sets.get(name, {}).get("rows", {})
     fresh: dict[str, float] = {}
+    targets: dict[str, float] = {}
     for program in arguments.programs:
-        fresh |= measure(program, arguments.folder, options)
+        ratios, aims = measure(program, arguments.folder, options)
+        fresh |= ratios
+        targets |= aims
     if arguments.update:
         facts = {name: value for name, value in describe_environment().items() if name in FACTS}
         kept = {name: value for name, value in before.items() if name.split()[0] not in arguments.programs}
-        sets[isa] = {"date": time.strftime("%Y-%m-%d"), "machine": facts, "rows": kept | fresh}
+        sets[name] = {"date": time.strftime("%Y-%m-%d"), "machine": facts, "rows": kept | fresh}
         arguments.file.parent.mkdir(parents=True, exist_ok=True)
         arguments.file.write_text(json.dumps({"sets": sets}, indent=1) + "\n")
-        print(f"guard: {len(fresh)} ratios of {isa} written to {arguments.file}")
+        print(f"guard: {len(fresh)} ratios of {name} written to {arguments.file}")
         return 0
-    committed = of_programs(before, arguments.programs)
+    if name not in sets:
+        known = ", ".join(sorted(sets)) or "none"
+        print(
+            f"guard: no ratios are committed for {name} (there are: {known}); compared with the targets instead"
+        )
+    committed = of_programs(before, arguments.programs) if name in sets else targets
     for program in sorted({name.split()[0] for name in fallen(committed, fresh)}):
-        again = measure(program, arguments.folder, options)
+        again, _ = measure(program, arguments.folder, options)
         fresh |= {name: max(value, fresh.get(name, value)) for name, value in again.items()}
     lost = fallen(committed, fresh)
-    for name, text in lost.items():
-        print(f"guard: fell: {name}: {text}")
-    for name in fresh.keys() - committed.keys():
-        print(f"guard: new, not committed yet: {name}: {fresh[name]:.2f}")
-    print(f"guard: {len(committed) - len(lost)} of {len(committed)} ratios of {isa} within {LIMIT:.0%}")
+    for row, text in lost.items():
+        print(f"guard: fell: {row}: {text}")
+    for row in fresh.keys() - committed.keys():
+        print(f"guard: new, not committed yet: {row}: {fresh[row]:.2f}")
+    print(f"guard: {len(committed) - len(lost)} of {len(committed)} ratios of {name} within {LIMIT:.0%}")
     return 1 if lost else 0
 
 

@@ -297,6 +297,12 @@ def test_inits_are_empty_and_no_drawers() -> None:
     assert [p for p in PACKAGE.rglob("*") if p.stem in ("utils", "util", "common", "helpers", "misc")] == []
 
 
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest imports them by name alone, and which of two it then misses hangs on the number of processes."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
+    assert [name for name, count in names.items() if count > 1 and name != "conftest.py"] == []
+
+
 def test_nothing_dangerous() -> None:
     found = {module: lines for module, tree in sources().items() if (lines := forbidden(tree))}
     assert {module: lines for module, lines in found.items() if module not in BEHIND_THE_WALL} == {}

@@ -114,7 +114,7 @@ NOT_RUN = {
     "rl chess": "the same: tests/learning/test_chess_learning.py",
     "eval chess": "needs Stockfish, and a model of chess: tests/eval/test_chess_eval.py",
     "chess": "waits for moves: tests/serve/test_play_chess.py",
-    "edit": "needs a model that spells the reader's facts: tests/edit/test_edit_program.py",
+    "edit": "needs a model that spells the reader's facts: tests/editing/test_edit_program.py",
     "trace": "the same",
     "infer": "needs runs that see and the reader's own pictures: tests/eval/test_infer.py",
     "rl demo --sampler.kind": "needs a server or vLLM: tests/train/test_samplers.py",

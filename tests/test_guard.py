@@ -22,7 +22,10 @@ if ratios == "fails":
     sys.exit(2)
 ratio = ratios[min(number, len(ratios) - 1)]
 ratio = ratio if isinstance(ratio, dict) else {"a": ratio}
-rows = [{"case": name, "model": name, "peer": "TRL, float32", "ratio": ratio[name]} for name in ratio]
+if place.stem == "memory":
+    rows = [{"model": "a", "fastest": {"peer": "TRL, bfloat16", "ratio": ratio["a"], "target": 0.4}}]
+else:
+    rows = [{"case": name, "model": name, "peer": "TRL, float32", "ratio": ratio[name], "target": 4} for name in ratio]
 json.dump({"rows": rows}, open(words[words.index("--json") + 1], "w"))
 """
 
@@ -51,7 +54,7 @@ class Case:
         (self.folder / "ratios.json").write_text(json.dumps(ratios))
         if committed is not None:
             self.file.parent.mkdir(exist_ok=True)
-            self.file.write_text(json.dumps({"sets": {self.guard.instruction_set(): {"rows": committed}}}))
+            self.file.write_text(json.dumps({"sets": {self.guard.processor(): {"rows": committed}}}))
         options = ["--folder", str(self.folder), "--file", str(self.file), "--programs", *ratios]
         return self.guard.main([*options, *words])
 
@@ -71,7 +74,7 @@ def test_what_fell_is_printed_and_fails(case: Case, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     assert "fell: grpo_step a vs TRL: 4.00 before, 3.10 now (-22%)" in printed
     assert "sft_step" not in printed
-    assert f"1 of 2 ratios of {case.guard.instruction_set()} within 20%" in printed
+    assert f"1 of 2 ratios of {case.guard.processor()} within 20%" in printed
     assert (case.runs("grpo_step"), case.runs("sft_step")) == (2, 1)  # what fell was measured again
 
 
@@ -90,9 +93,9 @@ def test_noise_gets_a_second_chance(case: Case) -> None:
 
 def test_less_memory_is_better(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     """Committed is TRL's memory over whet's; the program prints whet's over TRL's."""
-    assert case.run({"memory a vs TRL": 4.0}, memory=[0.25]) == 0
-    assert case.run({"memory a vs TRL": 4.0}, memory=[0.2]) == 0
-    assert case.run({"memory a vs TRL": 4.0}, memory=[0.35]) == 1
+    assert case.run({"memory a fastest vs TRL": 4.0}, memory=[0.25]) == 0
+    assert case.run({"memory a fastest vs TRL": 4.0}, memory=[0.2]) == 0
+    assert case.run({"memory a fastest vs TRL": 4.0}, memory=[0.35]) == 1
     assert "4.00 before, 2.86 now" in capsys.readouterr().out
 
 
@@ -104,30 +107,32 @@ def test_what_is_not_measured_any_more_fails(case: Case, capsys: pytest.CaptureF
     assert "new, not committed yet: grpo_step a vs TRL: 4.00" in capsys.readouterr().out
 
 
-def test_another_instruction_set_is_another_machine(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_processor_is_held_to_the_targets(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     other = {"sets": {"vax": {"rows": {"grpo_step a vs TRL": 99.0}}}}
     case.file.parent.mkdir()
     case.file.write_text(json.dumps(other))
-    assert case.run(None, grpo_step=[4.0]) == 0
+    assert case.run(None, grpo_step=[3.3]) == 0
     assert "no ratios are committed for" in capsys.readouterr().out
-    assert case.runs("grpo_step") == 0
-    assert case.run(None, "--update", grpo_step=[4.0]) == 0
+    assert case.run(None, grpo_step=[3.1]) == 1
+    assert "fell: grpo_step a vs TRL: 4.00 before, 3.10 now" in capsys.readouterr().out
+    assert case.run(None, "--update", grpo_step=[2.0]) == 0
     assert json.loads(case.file.read_text())["sets"]["vax"] == other["sets"]["vax"]
-    assert rows_of(case)["rows"] == {"grpo_step a vs TRL": 4.0}
+    assert rows_of(case)["rows"] == {"grpo_step a vs TRL": 2.0}
+    assert case.run(None, grpo_step=[1.9]) == 0  # what a processor reached counts, not the target
 
 
 def rows_of(case: Case) -> dict:
-    return json.loads(case.file.read_text())["sets"][case.guard.instruction_set()]
+    return json.loads(case.file.read_text())["sets"][case.guard.processor()]
 
 
 def test_update_writes_the_file(case: Case) -> None:
     assert case.run(None, "--update", grpo_step=[4.0], memory=[0.25]) == 0
     content = rows_of(case)
-    assert content["rows"] == {"grpo_step a vs TRL": 4.0, "memory a vs TRL": 4.0}
+    assert content["rows"] == {"grpo_step a vs TRL": 4.0, "memory a fastest vs TRL": 4.0}
     assert content["machine"]["torch"]
     assert case.run(None, grpo_step=[4.0], memory=[0.25]) == 0
     assert case.run(None, "--update", grpo_step=[1.0]) == 0  # a fall is accepted; what was not measured stays
-    assert rows_of(case)["rows"] == {"grpo_step a vs TRL": 1.0, "memory a vs TRL": 4.0}
+    assert rows_of(case)["rows"] == {"grpo_step a vs TRL": 1.0, "memory a fastest vs TRL": 4.0}
 
 
 def test_errors_are_one_line(case: Case) -> None:
@@ -136,5 +141,5 @@ def test_errors_are_one_line(case: Case) -> None:
     with pytest.raises(SystemExit, match=r"grpo_step\.py ended with status 2"):
         case.run({}, grpo_step="fails")
     case.file.write_text('{"sets": [1]}')
-    with pytest.raises(SystemExit, match=r'expected \{"sets": \{instruction set: \{"rows"'):
+    with pytest.raises(SystemExit, match=r'expected \{"sets": \{processor: \{"rows"'):
         case.run(None, grpo_step=[4.0])

@@ -108,7 +108,7 @@ def _describe(error: BaseException, job: Job | None) -> tuple[int, str]:
             status = guard(again)
     except BaseException as bug:
         # Inside a backward pass PyTorch's own exchanges notice first that a rank is gone.
-        if isinstance(bug, RuntimeError) and job is not None and (missing := job.missing(with_stopped=True)):
+        if isinstance(bug, RuntimeError) and job is not None and (missing := job.missing_soon()):
             return 1, f"whet: error: {missing}; {RESUME}\n"
         return 1, f"rank {os.environ['RANK']}: {''.join(traceback.format_exception(bug))}"
     return status, stderr.getvalue()
@@ -189,10 +189,9 @@ class Job:
         """Return in one line what happened to the others."""
         if not error.work:
             return str(error)
-        if not (missing := self.missing(with_stopped=True)):
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"noticed/{self._rank}", "")
-            time.sleep(1.0)
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"noticed/{self._rank}", "")
+        if not (missing := self.missing_soon()):
             late = [
                 n for n in range(len(self._processes)) if n != self._rank and not self._has(f"noticed/{n}")
             ]
@@ -209,6 +208,13 @@ class Job:
             if (fate == "gone" or (fate and with_stopped)) and not self._has(f"left/{number}"):
                 found.append(f"rank {number} is {fate}{' (killed?)' if fate == 'gone' else ''}")
         return "; ".join(found)
+
+    def missing_soon(self) -> str:
+        """Name the ranks that died or are stopped; the system closes a dying one's connections before it is gone."""
+        end = time.monotonic() + 1.0
+        while not (found := self.missing(with_stopped=True)) and time.monotonic() < end:
+            time.sleep(0.05)
+        return found
 
     def _has(self, key: str) -> bool:
         with contextlib.suppress(RuntimeError):  # the store is gone if its host is
