@@ -15,6 +15,8 @@ DEV_STAMP := $(VENV)/.installed-dev
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.python
 # Nothing is compiled ahead: what is never imported is most of it, and takes as long as the rest of the installation.
+# What is imported is compiled once and kept: in a shell that forbids it, every start of PyTorch takes twice as long.
+unexport PYTHONDONTWRITEBYTECODE
 PIP = $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile $(PIP_ARGS)
 # Install whet with the given extra; `-e '.'` or `-e '.[dev]'`.
 INSTALL = $(PIP) -c constraints.txt -e

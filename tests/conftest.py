@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import compileall
 import gc
 import json
 import os
@@ -17,6 +16,8 @@ from pathlib import Path
 os.environ.setdefault("WHET_KERNELS", "cpp")
 # Two test processes share two cores: threads that spin while they wait take them from each other (twice the time).
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+# Where the shell forbids to keep what is compiled, each of the many processes that tests start compiles all of PyTorch.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import torch
@@ -78,12 +79,6 @@ def either(request: pytest.FixtureRequest) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow or ci, too")
     parser.addoption("--ci", action="store_true", help="run the tests marked ci, too, as .ci/run does")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Compile whet once: under PYTHONDONTWRITEBYTECODE every process that a test starts would take a second to."""
-    if not hasattr(config, "workerinput"):
-        compileall.compile_dir(Path(__file__).parents[1] / "whet", quiet=2)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
