@@ -137,7 +137,7 @@ def test_a_run_is_a_recipe_that_can_be_resumed(folder: Path, tmp_path: Path, cac
     whole = whet.rl(folder, ROWS, **(options | {"out": tmp_path / "whole"}))
     mine, theirs = (whet.load(r.folder).loaded.model.state_dict() for r in (run, whole))
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    (reward,) = (cache / "rewards").iterdir()
+    (reward,) = (cache / "rewards").glob("*.py")
     assert "BONUS = 0.25" in reward.read_text()
     assert len(list((cache / "rows").iterdir())) == 1
 
