@@ -28,14 +28,9 @@ TYPES = $(BIN)/basedpyright --pythonpath $(BIN)/python
 demo: $(RUN_STAMP)
 	@$(BIN)/python -m whet demo $(ARGS)
 
-# Types take a minute of one core, so they are checked beside the tests, mostly with what time those leave; what is
-# wrong stands at the end, and fails like a test.
+# Types take two minutes of one core, which .ci/run has while other tests wait: make lint.
 test: style
-	@types=$$(mktemp); nice -n 10 $(TYPES) >"$$types" 2>&1 & checker=$$!; \
-	trap 'kill $$checker 2>/dev/null; rm -f "$$types"' EXIT; trap 'exit 130' INT TERM; status=0; \
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS) || status=$$?; \
-	wait $$checker || { [ $$status != 0 ] || status=1; }; \
-	echo; echo "types:"; cat "$$types"; exit $$status
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # CI's slow job: all tests, and the speed beside the peers against what is committed (docs/results/bench.json).
 # vLLM draws for a whole run of the demo there: its CPU build, which has a PyTorch of its own, is installed beside.

@@ -81,6 +81,7 @@ COVERAGE = 0.015
 """95 % +- 1.5 points over 2,000 draws: three standard errors of the simulation (0.49 points)."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("a", "b", "num_problems"),
     [(2, 3, 60), (0.1, 4.9, 200)],

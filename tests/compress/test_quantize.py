@@ -250,6 +250,7 @@ def test_pairs_are_of_the_full_and_of_the_changed_model() -> None:
     assert torch.allclose(pair.cross, x.t() @ y / len(y), atol=1e-5)
 
 
+@pytest.mark.ci
 def test_codes_found_in_the_quantised_model_leave_less_of_an_error() -> None:
     """All layers in NF4: what the first ones do is made up for by the next ones."""
     model, micros = make_model(), make_micros(0, 40)

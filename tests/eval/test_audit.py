@@ -97,6 +97,7 @@ def test_a_near_miss_that_pays() -> None:
         preflight(task, build_rewards(WEIGHTS, SCHEMA, task), SCHEMA, PROBLEMS)
 
 
+@pytest.mark.ci
 def test_a_slow_judgement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_module, "SECONDS_PER_CALL", 0.05)
 
@@ -153,6 +154,7 @@ def test_preflight_accepts_rewards_that_share_the_schema(name: str) -> None:
         preflight(TASK, build_rewards(weights, SCHEMAS[name], TASK), SCHEMAS[name], PROBLEMS)
 
 
+@pytest.mark.ci
 def test_disputes() -> None:
     assert dispute(TASK, PROBLEMS) == []
     strict = Judge(lambda problem, answer: answer == problem.answer)

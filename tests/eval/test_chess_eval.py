@@ -49,6 +49,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.ci
 def test_what_it_writes_and_its_exit_status(
     model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -338,6 +338,7 @@ def test_the_page_is_bounded_and_says_what_it_left_out(tmp_path: Path) -> None:
     assert len(page) < 300_000
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("few_problems")
 def test_models_are_evaluated_first_and_again_only_where_needed(
     tmp_path: Path, tiny_policy: PolicyConfig
@@ -465,6 +466,7 @@ def test_hub_names_and_run_ids_are_understood(tmp_path: Path, monkeypatch: pytes
 CHROMIUM = Path("/usr/bin/chromium")
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Debian's chromium")
 def test_the_page_filters_searches_and_turns_in_a_browser(tmp_path: Path) -> None:
     sync_api = pytest.importorskip("playwright.sync_api")

@@ -141,6 +141,7 @@ def test_votes_of_different_verdicts_share_the_credit() -> None:
         assert vote_score(answers, verdicts) == pytest.approx(2 / 3)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "piece",
     ["<answer>", "</answer>", "\\boxed{", "answer is ", "####", "wait ", "let me ", "</answer><answer>", "{"],

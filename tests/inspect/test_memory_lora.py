@@ -82,6 +82,7 @@ CASES: dict[str, Callable[[Path], RLConfig | SFTConfig]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", CASES)
 def test_prediction_is_near_what_is_alive(name: str, home: Path) -> None:
     run = CASES[name](home)

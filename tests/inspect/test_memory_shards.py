@@ -137,6 +137,7 @@ def test_a_rank_of_several_has_its_part_of_the_step_and_its_share_of_the_weights
     assert away["optimizer step"]["optimizer"] == away["optimizer step"]["gradients"] == 0
 
 
+@pytest.mark.ci
 def test_a_large_model_in_shards_is_planned_for_two_cards(capsys: pytest.CaptureFixture[str]) -> None:
     """S1-11, S1-32: 3B on two cards of 24 GB; whole weights, gradients and two moments in float32 would be 49 GB."""
     words = (

@@ -310,6 +310,7 @@ def test_a_record_gives_its_costs_back(tmp_path: Path) -> None:
         recorded_costs(folder, rl_recipes.demo())
 
 
+@pytest.mark.ci
 def test_the_command_prints_the_answer_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

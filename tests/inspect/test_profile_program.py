@@ -139,6 +139,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Taken]:
     return get
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("program", ["rl", "sft"])
 def test_phases_add_up_to_the_step(program: str, taken: Callable[[str], Taken]) -> None:
     found = taken(program)

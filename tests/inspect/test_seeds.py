@@ -241,6 +241,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_leaves_no_process_and_a_true_summary(
     number: signal.Signals, tmp_path: Path, child: list[str]
@@ -340,6 +341,7 @@ def test_better_and_the_level_that_is_enough() -> None:
     assert plan(replace(config, seeds=(7,))) == "whet rl toy --out=x/seed-7 --seed=7"
 
 
+@pytest.mark.ci
 def test_the_real_program_checks_the_recipe(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="whet rl refuses: unknown recipe 'demmo' for 'whet rl'; did you mean 'demo'"

@@ -542,6 +542,7 @@ def test_real_memory_runs_out_and_the_rest_goes_on(tmp_path: Path) -> None:
     assert "can't allocate memory" in large.why
 
 
+@pytest.mark.ci
 def test_the_program_writes_its_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: None
 ) -> None:

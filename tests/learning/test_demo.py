@@ -74,6 +74,7 @@ def test_structure(
         demo.main(demo.DemoConfig(out=str(folder)))
 
 
+@pytest.mark.ci
 def test_structure_of_the_demo_that_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

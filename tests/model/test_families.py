@@ -184,6 +184,7 @@ def test_the_page_lists_every_model_type() -> None:
         assert f"`{name}`" in text
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("few_problems")
 @pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss", "mistral", "gemma2", "deepseek_v3", "gemma4", "lfm2"])
 def test_the_programs_train_a_strangers_folder(name: str, tmp_path: Path) -> None:
@@ -448,6 +449,7 @@ def test_the_planned_cache_of_layers_of_several_kinds(name: str, tmp_path: Path)
     assert cache_bytes(work) == KVCache(shape, size, torch.bfloat16, torch.device("cpu")).nbytes
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "types"),
     [

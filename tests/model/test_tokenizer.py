@@ -493,6 +493,7 @@ def test_faults_of_the_library_are_user_errors(change: dict, message: str, tmp_p
         Tokenizer.load(tmp_path).encode("b")
 
 
+@pytest.mark.ci
 def test_a_padding_of_terabytes_does_not_end_the_process(tmp_path: Path) -> None:
     padding = {"strategy": {"Fixed": 2**40}, "direction": "Right", "pad_to_multiple_of": None}
     padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "x"}

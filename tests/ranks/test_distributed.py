@@ -46,6 +46,7 @@ def share() -> dict[str, Any]:
     }
 
 
+@pytest.mark.ci
 def test_all_ranks_get_the_same_and_in_order() -> None:
     found = run_ranks(3, share)
     assert [result.pop("shard") for result in found] == [[0, 3], [1, 4], [2]]

@@ -89,6 +89,7 @@ def test_its_data_loads(module: str, name: str, monkeypatch: pytest.MonkeyPatch)
             check_gold(task, problems, "it is compared")
 
 
+@pytest.mark.ci
 def test_training_imports_no_other_trainer() -> None:
     """Fine-tuning and reinforcement are whet's own: TRL, transformers and accelerate could be absent."""
     code = """

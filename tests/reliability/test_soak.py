@@ -65,6 +65,7 @@ def test_what_keeps_still_passes(soak: Any, tmp_path: Path) -> None:
     assert failures(soak, tmp_path, "kept[:] = [bytearray(100_000)]") == ""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("finding", LEAKS)
 def test_a_leak_is_found(soak: Any, tmp_path: Path, finding: str) -> None:
     assert finding in failures(soak, tmp_path, LEAKS[finding])

@@ -203,6 +203,7 @@ def look_at(tab: Tab, folder: Path, name: str) -> None:
     check(tab)
 
 
+@pytest.mark.ci
 def test_report(browser: Any, run: Path, tmp_path: Path) -> None:
     report(ReportConfig(run=(str(run),), out=str(tmp_path / "report.html")))
     tab = Tab(browser)
@@ -214,6 +215,7 @@ def test_report(browser: Any, run: Path, tmp_path: Path) -> None:
     tab.close()
 
 
+@pytest.mark.ci
 def test_no_page_is_wider_than_a_phone(browser: Any, run: Path, tmp_path: Path) -> None:
     other = tmp_path / "stages" / "other"
     other.mkdir(parents=True)
@@ -305,6 +307,7 @@ def test_live_page(browser: Any, run: Path, address: str, tmp_path: Path) -> Non
     tab.close()
 
 
+@pytest.mark.ci
 def test_live_page_follows_the_run(browser: Any, run: Path, address: str, tmp_path: Path) -> None:
     tab = Tab(browser)
     page = tab.page

@@ -326,6 +326,7 @@ def test_several_folders_are_watched_together(tmp_path: Path) -> None:
         Runs(tmp_path / "c", tmp_path / "b" / ".." / "c")
 
 
+@pytest.mark.ci
 def test_the_program_prints_one_line_and_ends_quietly(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     code = "import sys; from whet.report.watch import *; main(WatchConfig(run=(sys.argv[1],), open=False))"

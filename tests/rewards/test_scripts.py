@@ -395,6 +395,7 @@ LOOP_ROWS = """
 LOOPS = LOOP_ROWS.strip("\n").replace("\n", "|").split("|")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("unit", LOOPS)
 def test_a_loop_in_any_script_takes_linear_time(unit: str) -> None:
     for size in (SIZE, 3990, 900):

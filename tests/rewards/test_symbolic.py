@@ -113,6 +113,7 @@ def test_what_whet_decides_is_decided(prediction: str, gold: str, monkeypatch: p
     assert answers_equal_symbolically(prediction, gold) is False
 
 
+@pytest.mark.ci
 @needs_math_verify
 def test_hostile_answers_cost_one_deadline_together() -> None:
     """None may be right, none may crash, and the pool works on."""

@@ -262,6 +262,7 @@ def test_the_chat_page_asks_the_adapter_that_is_chosen(server: Running) -> None:
         page.locator(".note.bad", has_text="'math' does not exist").wait_for()
 
 
+@pytest.mark.ci
 def test_the_chat_page_streams_folds_and_shows_probabilities(server: Running, tmp_path: Path) -> None:
     with launch() as browser:
         tab = Tab(browser, width=400)

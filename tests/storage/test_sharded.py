@@ -95,6 +95,7 @@ def test_two_ranks_then_three_then_one(tmp_path: Path) -> None:
         assert len(places["0.weight"]) == len(files), "written by all"
 
 
+@pytest.mark.ci
 def test_one_rank_then_two(tmp_path: Path) -> None:
     (one,) = folders(tmp_path, 1)
     save(str(one))

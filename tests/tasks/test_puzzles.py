@@ -61,6 +61,7 @@ def test_problems_are_the_same_on_every_machine(name: str, num_problems: int, ex
     assert levels == {"2"}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("make", [countdown, letters])
 def test_thousands_of_problems_split_by_content(make: object) -> None:
     task: Task = make()  # pyright: ignore[reportCallIssue]
@@ -74,6 +75,7 @@ def test_thousands_of_problems_split_by_content(make: object) -> None:
     assert 0.05 < len(task.problems("test")) / len(problems) < 0.11  # 8 % of the keys
 
 
+@pytest.mark.ci
 def test_rearrangements_share_a_split() -> None:
     def split_by(task: Task, key: object) -> Counter[object]:
         assert callable(key)

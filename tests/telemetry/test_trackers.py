@@ -411,6 +411,7 @@ def test_mlflow_in_a_folder(tmp_path: Path) -> None:
     assert names == [f"samples/step_{step:08d}.json" for step in range(1, 5)]
 
 
+@pytest.mark.ci
 def test_trackio(tmp_path: Path) -> None:
     """A process, as trackio fixes its folder when it is imported."""
     pytest.importorskip("trackio")

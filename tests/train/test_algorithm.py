@@ -340,6 +340,7 @@ OTHER: dict[str, Any] = {
 """Another value of every field that the objective reads, the rollouts apart."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_option_is_read_or_refused(name: str) -> None:
     base = ALGORITHMS[name]()

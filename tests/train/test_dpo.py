@@ -209,6 +209,7 @@ def test_every_loss_learns_a_file(loss: str, tiny_policy: PolicyConfig, tmp_path
     assert all((row["ref_kl_logprob"] != 0) == (loss == "kto") for row in stored)
 
 
+@pytest.mark.ci
 def test_a_reward_model_tells_right_from_wrong(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     """The better answer ends even; measured on held-out prompts, and through the saved folder."""
     digits = [(a, b) for a in range(10) for b in range(10)]

@@ -279,6 +279,7 @@ def skewed(mixture: PolicyConfig, folder: Path) -> PolicyConfig:
     return replace(mixture, init=str(folder))
 
 
+@pytest.mark.ci
 def test_fine_tuning_balances_the_load(mixture: PolicyConfig, tmp_path: Path) -> None:
     optim = OptimConfig(lr=1e-2, warmup_steps=0, schedule="constant", token_budget=500)
     start = skewed(mixture, tmp_path / "start")
@@ -297,6 +298,7 @@ def test_fine_tuning_balances_the_load(mixture: PolicyConfig, tmp_path: Path) ->
     assert ends[1]["router/load_max"] < ends[0]["router/load_max"]
 
 
+@pytest.mark.ci
 def test_preferences_are_trained_with_a_balanced_load(mixture: PolicyConfig, tmp_path: Path) -> None:
     """Pairs and reward models: however they are cut, the same weights to rounding."""
     lines = [

@@ -423,6 +423,7 @@ def test_rl_on_a_quantised_base_is_on_policy_and_read_with_that_base(base: Path,
         assert packed_parts(load_policy(PolicyConfig(init=str(tmp_path / name)), seed=0).model), name
 
 
+@pytest.mark.ci
 def test_a_run_of_adapters_is_read_wherever_a_model_is_named(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -132,6 +132,7 @@ def critic_of(objective: Objective) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in objective.tensors().items() if "optimizer" not in name}
 
 
+@pytest.mark.ci
 def test_the_critic_learns_what_the_prompt_decides() -> None:
     groups = prompt_only_groups(new_policy())
     done = play(PPO, value=ValueConfig(lr=2e-2, clip=None), groups=groups, num_steps=30, lr=1e-4)

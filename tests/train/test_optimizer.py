@@ -612,7 +612,10 @@ LOW: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("either")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.ci) for dtype in (torch.float32, torch.float16))],
+)
 @pytest.mark.parametrize("kind", LOW)
 def test_low_memory_optimizers_resume_exactly_and_work_in_the_backward_pass(
     kind: str, dtype: torch.dtype
@@ -636,6 +639,7 @@ def test_low_memory_optimizers_resume_exactly_and_work_in_the_backward_pass(
         assert torch.equal(tensor, optimizer.tensors()[name]), name
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", LOW)
 def test_low_memory_optimizers_learn(kind: str) -> None:
     model = make()

@@ -156,6 +156,7 @@ def test_stream_computes_what_off_does(
     assert [s["completion"] for s in by_sample("stream")] == [s["completion"] for s in by_sample("off")]
 
 
+@pytest.mark.ci
 def test_the_bits_of_stream_do_not_depend_on_time(
     tiny_policy: PolicyConfig,
     tmp_path: Path,
@@ -348,6 +349,7 @@ def train_on_ranks(folder: str, policy: PolicyConfig) -> list[float]:
     return [apart(runs[0], runs[1], policy), max(differences(runs[2], runs[3]))]
 
 
+@pytest.mark.ci
 def test_two_ranks_overlap_as_well(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     for stream, old in run_ranks(2, train_on_ranks, str(tmp_path), tiny_policy):
         assert 0 < stream < CLOSE

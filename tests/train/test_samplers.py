@@ -144,6 +144,7 @@ def with_twin(monkeypatch: pytest.MonkeyPatch, *, tells: bool = False) -> list[T
     return twins
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "changes",
     [
@@ -479,6 +480,7 @@ def test_vllm_is_asked_for_what_is_trained_on(
     assert not list(Path("/dev/shm").glob("whet-weights-*/version-*"))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_weights_come_by_broadcast(
     family: str, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -683,6 +685,7 @@ class SleepingVllm:
         return found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("sleep", "trains"), [(None, "weights"), (2, "weights"), (None, "adapter"), (0, "weights")]
 )
@@ -925,6 +928,7 @@ class SglangStandIn(Drawer):
 SGLANG = SamplerConfig(kind="openai", url="http://sglang:30000/v1", retries=2)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("trains", ["weights", "adapter"])
 def test_sglang_is_asked_for_what_is_trained_on(
     trains: str, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -950,6 +954,7 @@ def test_sglang_is_asked_for_what_is_trained_on(
         assert not stand_in.adapters
 
 
+@pytest.mark.ci
 def test_what_sglang_does_otherwise_is_refused(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -986,6 +991,7 @@ def base_of(tiny_policy: PolicyConfig, tmp_path: Path, **changes: Any) -> Policy
     return PolicyConfig(init=str(tmp_path / "base"), max_rows=64, **changes)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["lora", "dora", "nf4", "norm"])
 def test_whet_serve_gets_the_adapter_alone(
     kind: str, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -1251,6 +1257,7 @@ def test_what_only_the_engine_gives(tiny_policy: PolicyConfig, tmp_path: Path) -
     assert not list((tmp_path / "handed").iterdir())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernels", ["compiled", "eager"])

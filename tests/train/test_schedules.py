@@ -323,6 +323,7 @@ def make_config(policy: PolicyConfig, folder: Path, kind: Precision, **optim: An
     )
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("few_problems")
 @pytest.mark.parametrize("kind", ["float16_master", "float16_autocast"])
 def test_a_run_in_float16_overflows_logs_and_resumes_exactly(
@@ -406,6 +407,7 @@ def test_a_gpu_without_bfloat16_refuses_it_and_auto_tries_float16(
 # --- compilation ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_options_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: seen.append(options))
@@ -435,6 +437,7 @@ def test_a_missing_compiler_is_said_before_the_first_step(monkeypatch: pytest.Mo
     prepare_model(make_model(), OptimConfig(compile=True, compile_backend="eager"))  # needs none
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's compiler, about itself
 def test_a_compiled_backend_computes_the_same() -> None:
     """aot_eager takes the graphs apart and runs PyTorch's own operations."""
@@ -452,6 +455,7 @@ def test_a_compiled_backend_computes_the_same() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("few_problems")
 def test_fine_tuning_learns_with_muon(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     config = SFTConfig(

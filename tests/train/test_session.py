@@ -70,8 +70,9 @@ def at_call(number: int, action: Callable[[], Any], function: Callable[..., Any]
 @pytest.mark.parametrize(
     ("name", "background"),
     [
-        *((name, True) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT")),
-        ("SIGTERM", False),
+        *((name, True) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")),
+        *(pytest.param(name, True, marks=pytest.mark.ci) for name in ("SIGUSR2", "SIGQUIT")),
+        pytest.param("SIGTERM", False, marks=pytest.mark.ci),
     ],
 )
 def test_a_signal_saves_the_step_and_the_run_goes_on_exactly(

@@ -135,6 +135,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_teacher_alone_pulls_the_policy_to_itself(kind: Any, halfway: Any, tmp_path: Path) -> None:
     config = make_config(halfway, tmp_path)

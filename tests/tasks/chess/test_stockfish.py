@@ -72,6 +72,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("always", [False, True])
 def test_a_process_that_hangs_is_killed_and_replaced(tmp_path: Path, always: bool) -> None:
     program = tmp_path / "engine"
