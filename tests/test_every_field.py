@@ -768,12 +768,10 @@ def write_files(folder: Path, problems: Any) -> None:
 
 
 # Those of training take a tiny run for each of some 200 fields: over a minute.
-LONG = ("rl", "sft", "dpo")
+LONG = {"rl": [pytest.mark.ci], "sft": [pytest.mark.slow], "dpo": [pytest.mark.slow]}
 
 
-@pytest.mark.parametrize(
-    "program", [pytest.param(name, marks=[pytest.mark.ci] * (name in LONG)) for name in BASES]
-)
+@pytest.mark.parametrize("program", [pytest.param(name, marks=LONG.get(name, [])) for name in BASES])
 def test_every_field_has_an_effect_or_is_refused(program: str, work: Path) -> None:
     bench = Bench(program, work)
     assert bench.base({}).differs(run(program, bench.config({}))) == []  # or every flip would have an effect

@@ -60,7 +60,7 @@ SHORT |= {
 }
 
 
-@pytest.mark.parametrize("name", ["python_api", pytest.param("adapters", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("name", ["python_api", pytest.param("adapters", marks=pytest.mark.slow)])
 def test_every_cell_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All cells in this process, with steps and samples cut to a few: what a changed API breaks is seen at once."""
     monkeypatch.setenv("WHET_NOTEBOOKS", str(tmp_path))

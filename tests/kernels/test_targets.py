@@ -127,7 +127,7 @@ def test_the_kernels_own_test(target: str, tmp_path: Path) -> None:
     assert float(error) <= build.TRIAL_ERROR
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_no_inner_loop_of_a_product_touches_its_sums_in_memory(tmp_path: Path) -> None:
     """The fault that made AVX2 30 times slower, seen in the machine code: sums stored at every step of the loop."""
     cxx = build.compiler()

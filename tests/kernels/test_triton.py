@@ -43,7 +43,7 @@ def run(*command: str, **variables: str) -> str:
     ("chosen", "count"),
     [
         pytest.param("not models_head", 45, id="kernels", marks=pytest.mark.ci),
-        pytest.param("models_head", 1, id="model", marks=pytest.mark.ci),
+        pytest.param("models_head", 1, id="model", marks=pytest.mark.slow),
     ],
 )
 def test_in_the_interpreter(chosen: str, count: int) -> None:

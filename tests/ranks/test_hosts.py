@@ -21,7 +21,7 @@ from whet.generate.policy import load_policy
 from whet.recipes.models import demo_policy
 from whet.telemetry.log import read_metrics
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]  # six starts of Python, on a busy machine
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # six starts of Python, on a busy machine
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 PORT = 29533
 

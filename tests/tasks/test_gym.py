@@ -49,7 +49,7 @@ def test_problems_do_not_depend_on_the_process(monkeypatch: pytest.MonkeyPatch) 
 
 
 @needs_gym
-@pytest.mark.ci
+@pytest.mark.slow
 def test_splits_and_labels() -> None:
     task = Gym("gcd,lcm", num_problems=60)
     splits = {split: task.problems(split) for split in ("train", "dev", "test")}

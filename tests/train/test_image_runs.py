@@ -260,7 +260,7 @@ def work(folder: str, jobs: list[tuple[str, str]]) -> None:
                 ("grpo, images, lora and tower", "fsdp"),
                 ("grpo, images", "fsdp, layer by layer"),
             ],
-            marks=pytest.mark.ci,
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["short", "others"],

@@ -614,7 +614,10 @@ LOW: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize(
     "dtype",
-    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.ci) for dtype in (torch.float32, torch.float16))],
+    [
+        torch.bfloat16,
+        *(pytest.param(dtype, marks=pytest.mark.ci) for dtype in (torch.float32, torch.float16)),
+    ],
 )
 @pytest.mark.parametrize("kind", LOW)
 def test_low_memory_optimizers_resume_exactly_and_work_in_the_backward_pass(
