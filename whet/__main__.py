@@ -425,9 +425,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         keep_freed_memory()
     words = sys.argv[1:] if argv is None else argv
     if _is_rank():
+        parent = os.getppid()  # before the import, which takes seconds
         from whet.ranks.launch import run_rank
 
-        run_rank(lambda: run(words))
+        run_rank(lambda: run(words), parent)
     return cli.guard(lambda: run(words))
 
 
