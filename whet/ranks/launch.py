@@ -170,8 +170,8 @@ def _find_store() -> None:
         try:
             socket.create_connection(address, STORE_S).close()
             return
-        except OSError as error:
-            if time.monotonic() > end:
+        except OSError as error:  # one that is refused will not be answered later; a slow network may be
+            if isinstance(error, ConnectionRefusedError) or time.monotonic() > end:
                 place = ":".join(map(str, address))
                 raise UserError(f"torchrun's store at {place} does not answer ({error}); {RESUME}") from None
         time.sleep(MEET_S)
