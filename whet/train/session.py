@@ -271,8 +271,8 @@ def _refuse_whole(config: RunConfig, policy: Policy) -> None:
 def written_date(folder: Path) -> str:
     """Return the date that a run's prompts were written with, for a resume on another day; '' before its first
     checkpoint, or if its template has none."""
-    paths = (folder / "protocol.json", *sorted(folder.glob("checkpoints/*/protocol.json")))
-    path = next((path for path in paths if path.is_file()), None)
+    saved = sorted(folder.glob("checkpoints/[!.]*/protocol.json"))  # no half-written one in a hidden folder
+    path = next((path for path in (folder / "protocol.json", *saved) if path.is_file()), None)
     date = read_json(path).get("date", "") if path is not None else ""
     return date if isinstance(date, str) else ""
 
