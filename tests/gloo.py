@@ -130,4 +130,27 @@ def _launch(output: str, rank: int, port: int, function: Callable[[], int]) -> N
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    run_rank(function)
+    run_rank(function, os.getppid())
+
+
+def start_alone(folder: Path, port: int) -> tuple[int, int]:
+    """Start rank 0 of two that never meet, below a stand-in for torchrun; return the process ids of both.
+
+    Args:
+        folder: Gets rank 0's output, as the file `0`.
+        port: Of the store.
+    """
+    ours, theirs = _context.Pipe(duplex=False)
+    process = _context.Process(target=_start_alone, args=(str(folder / "0"), port, theirs))
+    process.start()
+    assert process.pid is not None
+    return process.pid, ours.recv()
+
+
+def _start_alone(output: str, port: int, pipe: Any) -> None:
+    pid = os.fork()
+    if not pid:
+        os.environ["TORCHELASTIC_RUN_ID"] = "test"
+        _launch(output, 0, port, int)
+    pipe.send(pid)
+    os.waitpid(pid, 0)

@@ -321,7 +321,8 @@ def run(argv: Sequence[str]) -> int:
         raise cli.unknown("command", name, "whet", words, help_command="whet --help")
     resumable = name in RECIPE_FILES and name != "validate"
     if name in RECIPE_FILES and list(argv[1:]) in (["--help"], ["-h"]):
-        print(cli.overview(f"whet {name}", recipe_lines(name), resumable=resumable))
+        lines, trains = recipe_lines(name), name not in ("eval", "validate")
+        print(cli.overview(f"whet {name}", lines, resumable=resumable, has_steps=trains))
         return 0
     program = COMMANDS[name].load()
     if _is_rank() and not program.shared:
@@ -345,6 +346,8 @@ def run(argv: Sequence[str]) -> int:
         print(cli.dump_yaml(config), end="")
     elif parsed.dry_run:
         _rehearse(name, program, parsed.recipe, config, parsed.resume)
+    elif parsed.restarts:
+        return _supervise(argv, config, parsed.restarts)
     else:
         for warning in program.before(config) if program.before is not None else ():
             print(f"whet: warning: {warning}", flush=True)
@@ -399,6 +402,20 @@ def _start(program: Program, config: Any, resume: bool | int) -> None:
         raise KeyboardInterrupt(again) from None
 
 
+def _supervise(argv: Sequence[str], config: Any, restarts: int) -> int:
+    """Run a training in a process of its own, and start it again after a crash."""
+    from whet.train.restarts import supervise
+
+    if _is_rank():
+        raise UserError("--restarts starts one process again; under torchrun give torchrun --max-restarts")
+    words = list(argv)
+    while "--restarts" in words:
+        place = words.index("--restarts")
+        del words[place : place + 2]
+    words = [word for word in words if not word.startswith("--restarts=")]
+    return supervise(words, Path(config.out), restarts)
+
+
 def _find_run(word: str, of_model: bool) -> str:
     """Return the run folder that a short name stands for, and tell which it is."""
     from whet.telemetry.provenance import resolve_run
@@ -425,9 +442,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         keep_freed_memory()
     words = sys.argv[1:] if argv is None else argv
     if _is_rank():
+        parent = os.getppid()  # before the import, which takes seconds
         from whet.ranks.launch import run_rank
 
-        run_rank(lambda: run(words))
+        run_rank(lambda: run(words), parent)
     return cli.guard(lambda: run(words))
 
 

@@ -200,6 +200,7 @@ class Parsed(Generic[Config]):
         dry_run: Print the config and the plan, create nothing.
         resume: Continue an earlier run of this config: from its newest checkpoint, or from that of a step.
         print_config: Print the config alone, and check nothing else.
+        restarts: How often to start it again after a crash.
         typed: Dotted names of the fields that the user gave; a named group stands for all its fields.
     """
 
@@ -208,6 +209,7 @@ class Parsed(Generic[Config]):
     dry_run: bool
     resume: bool | int
     print_config: bool = False
+    restarts: int = 0
     typed: frozenset[str] = frozenset()
 
 
@@ -237,7 +239,7 @@ def parse(
         recipes: Name -> function returning a full config; empty for a program that takes no RECIPE.
         argv: The words after the program.
         resumable: Whether the program knows `--resume`; otherwise that is an unknown field.
-        has_steps: Whether it knows `--resume STEP`, too.
+        has_steps: Whether it trains: it knows `--resume STEP` and `--restarts N`, too.
         presets: For a group of fields, named values of all of them (`--algo gspo`) or of some (`--optim lean`); fields
             given beside it change it further.
         positional: Field that a program without recipes takes as its one word, `whet audit gsm8k`, or, where it is a
@@ -255,6 +257,7 @@ def parse(
     argv = [part for word in argv for part in (word.split("=") if word.startswith("--resume=") else [word])]
     _refuse_old(program, argv, positional)
     words, overrides, switches = _scan(argv, _SWITCHES | ({"--resume": "resume"} if resumable else {}))
+    restarts, overrides = _take_restarts(overrides) if resumable and has_steps else (0, overrides)
     if positional and words:
         takes_all = get_origin(unwrap(leaves(config_class)[positional])[0]) is tuple
         taken = words if takes_all else words[:1]
@@ -262,7 +265,7 @@ def parse(
     if recipes and not words:
         if "help" in switches:
             lines = {n: (inspect.getdoc(make) or "").partition("\n")[0] for n, make in recipes.items()}
-            print(overview(program, lines, resumable=resumable))
+            print(overview(program, lines, resumable=resumable, has_steps=has_steps))
             raise SystemExit(0)
         first = next(iter(recipes))
         raise UserError(f"'{program}' needs a RECIPE: '{program} {first}' ({program} --help lists all)")
@@ -275,7 +278,8 @@ def parse(
             f"  --field value   a field of the recipe, too: 'whet {name} RECIPE --help' lists them"
             for name in list(passes or {})[:1]
         ]
-        _print_help(command, config_class, start, notes, positional, bool(passes), resumable=resumable)
+        lines = _switch_lines(resumable=resumable, has_steps=has_steps)
+        _print_help(command, config_class, start, [*lines, *notes], positional, bool(passes))
         raise SystemExit(0)
     resume: bool | int = "resume" in switches
     if resume and len(stray) == 1 and re.fullmatch(r"auto|[1-9]\d{0,17}" if has_steps else "auto", stray[0]):
@@ -316,8 +320,24 @@ def parse(
         dry_run="dry_run" in switches,
         resume=resume,
         print_config="print_config" in switches,
+        restarts=restarts,
         typed=typed,
     )
+
+
+def _take_restarts(
+    overrides: Sequence[tuple[str, list[str]]],
+) -> tuple[int, list[tuple[str, list[str]]]]:
+    """Take --restarts N out of the options; return N, 0 without it, and the others."""
+    given = [texts for option, texts in overrides if option == "--restarts"]
+    if not given:
+        return 0, list(overrides)
+    text = " ".join(given[-1])
+    if not re.fullmatch(r"[1-9]\d{0,5}", text):
+        raise UserError(
+            f"--restarts {show(text)}: expected how often to start again after a crash, 1 or more"
+        )
+    return int(text), [(option, texts) for option, texts in overrides if option != "--restarts"]
 
 
 def _refuse_old(program: str, argv: Sequence[str], positional: str) -> None:
@@ -737,13 +757,14 @@ def _flag(dotted: str) -> str:
     return "--" + dotted.replace("_", "-")
 
 
-def overview(program: str, recipes: Mapping[str, str], *, resumable: bool) -> str:
+def overview(program: str, recipes: Mapping[str, str], *, resumable: bool, has_steps: bool) -> str:
     """Return the help of a program without a RECIPE: the recipes and how to override.
 
     Args:
         program: What the user typed: 'whet sft'.
         recipes: A line about each, by name.
         resumable: Whether the program knows `--resume`.
+        has_steps: Whether it trains, and knows `--restarts`.
     """
     width = max(map(len, recipes))
     lines = [f"  {name:<{width}}  {text}" for name, text in recipes.items()]
@@ -755,13 +776,13 @@ def overview(program: str, recipes: Mapping[str, str], *, resumable: bool) -> st
             *lines,
             "",
             "  --field value   set one field: --group.field 1e-4, --group.field=1e-4, --flag, --no-flag",
-            *_switch_lines(resumable=resumable),
+            *_switch_lines(resumable=resumable, has_steps=has_steps),
             f"  {program} RECIPE --help   lists all fields with their meaning and that recipe's values",
         ]
     )
 
 
-def _switch_lines(*, resumable: bool) -> list[str]:
+def _switch_lines(*, resumable: bool, has_steps: bool) -> list[str]:
     lines = [
         "  --dry-run       print the resolved config and the plan, find what the run would stop at; create nothing",
         "  --print-config  print the resolved config alone, a recipe for later",
@@ -769,7 +790,8 @@ def _switch_lines(*, resumable: bool) -> list[str]:
     more = [
         "  --resume [STEP] continue the earlier run of this config, from its newest checkpoint or that of a step"
     ]
-    return lines + more * resumable
+    again = ["  --restarts N    start it again after a crash, with --resume, N times at most"]
+    return lines + more * resumable + again * (resumable and has_steps)
 
 
 def _print_help(
@@ -779,8 +801,6 @@ def _print_help(
     notes: Sequence[str],
     positional: str,
     passes: bool,
-    *,
-    resumable: bool,
 ) -> None:
     """Let tyro print every field with its docstring and, as the default, the value in `start`.
 
@@ -799,7 +819,7 @@ def _print_help(
                     object.__setattr__(start, name, from_dict(inner, {}, where=name))
                 off.append(f"'{name}' is off here; any --{name}.FIELD switches it on, from its defaults.")
     summary = (inspect.getdoc(cls) or "").partition("\n\n")[0]
-    description = "\n".join([summary, *_switch_lines(resumable=resumable), *notes, *off])
+    description = "\n".join([summary, *notes, *off])
     options: dict[str, Any] = {} if start is None else {"default": start}
     word, hints = _WORDS.get(positional, positional.upper()), leaves(cls)
     told: list[tuple[str, Any, Any]] = []

@@ -1,6 +1,6 @@
 """Damage each file of a killed run, fill the disk, bend the clock, start twice at once; then see what --resume does.
 
-python bench/reliability/corrupt.py [--trials N] [--jobs J] [--seed S] [--only PROGRAM] [--json]
+python bench/reliability/corrupt.py [--trials N] [--matrix] [--jobs J] [--seed S] [--only PROGRAM] [--plant FAULT]
 
 A run is killed between two checkpoints. In a copy of its folder one file is damaged, and `--resume` must do one of two
 things: end as the undisturbed run (bitwise; fallen back loudly to the checkpoint before where a checkpoint was damaged,
@@ -29,7 +29,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tiny_runs import Hook, Reference, command, content, differing, make_base, reference, start
+from tiny_runs import (
+    Hook,
+    Reference,
+    add_plant,
+    command,
+    content,
+    differing,
+    make_base,
+    plant,
+    reference,
+    start,
+)
 
 HALTS = {
     "sft": Hook(point="log append", call=10),
@@ -52,6 +63,8 @@ WRONG_JSON = (
     '{"a": 1e999}',
     "{",
 )
+MATRIX = ("bit flip", "truncated", "deleted", "emptied", "swapped")
+"""Damages that --matrix does to every file of the newest checkpoint."""
 SPECIAL = ("disk full", "clock back", "clock jumps", "two at once")
 START_FROM = "start from"
 
@@ -262,8 +275,18 @@ class Ground:
         run = start([*words, "--resume"] if again else words, self.work / "log", hook)
         return run.wait()
 
-    def damage(self, generator: random.Random) -> Trial:
-        """Damage one file and resume, or start from the damaged run."""
+    def newest_files(self) -> list[str]:
+        """Return the files of the killed run's newest checkpoint."""
+        return [name for name in hashes(self.halted) if place_of(name, self.halted) == "newest"]
+
+    def damage(self, generator: random.Random, name: str = "", kind: str = "") -> Trial:
+        """Damage one file and resume, or start from the damaged run.
+
+        Args:
+            generator: Draws what is not given, and where in the file.
+            name: Which file; '' for any.
+            kind: A key of DAMAGES; '' for any.
+        """
         is_start = self.program == START_FROM
         target = self.base if is_start else self.out
         shutil.rmtree(self.out, ignore_errors=True)
@@ -273,9 +296,10 @@ class Ground:
         if is_start:
             names = [name for name in names if "/best/" in name]
         # Every part of the folder is met as often: it is chosen first.
-        place = generator.choice(sorted({place_of(name, target) for name in names}))
-        name = generator.choice([name for name in names if place_of(name, target) == place])
-        kind = generator.choice(list(DAMAGES))
+        place = generator.choice(sorted({place_of(each, target) for each in names}))
+        name = name or generator.choice([each for each in names if place_of(each, target) == place])
+        place = place_of(name, target)
+        kind = kind or generator.choice(list(DAMAGES))
         before = hashes(target)
         DAMAGES[kind](target / name, generator, target)
         changed = [path for path in before if hashes(target).get(path) != before[path]]
@@ -378,10 +402,18 @@ class SmallDisk:
 
 
 def worker(arguments: tuple[str, list[int], int, str, str]) -> list[Trial]:
-    """Do some trials of one program."""
+    """Do some trials of one program; without numbers, the matrix: each damage to each file of the newest checkpoint,
+    and each trouble from outside."""
     program, numbers, seed, work, base = arguments
     ground = Ground(program, Path(work), Path(base))
     done = []
+    if not numbers:
+        done = [
+            ground.damage(random.Random(f"{seed} {program} {name} {kind}"), name, kind)
+            for name in ground.newest_files()
+            for kind in MATRIX
+        ]
+        done += [ground.special(kind, random.Random(f"{seed} {program} {kind}")) for kind in SPECIAL]
     for number in numbers:
         generator = random.Random(f"{seed} {program} {number}")
         is_special = program != START_FROM and generator.random() < 0.2
@@ -411,21 +443,30 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trials", type=int, default=300)
+    parser.add_argument(
+        "--matrix",
+        action="store_true",
+        help="besides, each of five damages to each file of the newest checkpoint, and each special case",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="trials at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--only", default="", help=f"programs, by commas; all: {', '.join(HALTS)}, {START_FROM}"
     )
     parser.add_argument("--json", action="store_true", help="print the trials as JSON lines before the table")
+    add_plant(parser)
     args = parser.parse_args()
     programs = args.only.split(",") if args.only else [*HALTS, START_FROM]
     began = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="whet-corrupt-"))
-    base = work if programs == ["sft"] else make_base(work)  # fine-tuning starts without one
+    plant(args.plant)
+    base = make_base(work, programs)
     shares = {name: list(range(place, args.trials, len(programs))) for place, name in enumerate(programs)}
     portions = [
         (name, numbers, args.seed, str(work), str(base)) for name, numbers in shares.items() if numbers
     ]
+    if args.matrix:
+        portions += [(name, [], args.seed, str(work), str(base)) for name in programs if name in HALTS]
     trials: list[Trial] = []
     with multiprocessing.get_context("fork").Pool(args.jobs) as pool:
         for done in pool.imap_unordered(worker, portions, chunksize=1):
@@ -439,7 +480,7 @@ def main() -> int:
     print(table(trials))
     failed = sum(trial.outcome == "FAILED" for trial in trials)
     print(f"{len(trials) - failed} of {len(trials)} as they should be, {time.monotonic() - began:.0f} s")
-    return int(failed > 0 or len(trials) != args.trials)
+    return int(failed > 0 or len(trials) < args.trials)
 
 
 if __name__ == "__main__":

@@ -29,11 +29,13 @@ from tiny_runs import (
     PROGRAMS,
     Hook,
     Reference,
+    add_plant,
     command,
     content,
     differing,
     leaked,
     make_base,
+    plant,
     reference,
     start,
 )
@@ -118,7 +120,6 @@ def attempt(
         failures.append(f"--resume ended with status {status}: {output.strip()[-300:]}")
     else:
         failures += differing(known.content, content(out))
-    time.sleep(0.1)
     failures += [f"process {pid} lives on" for session in sessions for pid in leaked(session)]
     return Trial(program, moments, killed, failures, time.monotonic() - began)
 
@@ -171,11 +172,13 @@ def main() -> int:
     parser.add_argument("--only", default="", help="programs, by commas; all: " + ", ".join(PROGRAMS))
     parser.add_argument("--fresh", action="store_true", help="an interpreter for each run, instead of a fork")
     parser.add_argument("--json", action="store_true", help="print the trials as JSON lines before the table")
+    add_plant(parser)
     args = parser.parse_args()
     programs = args.only.split(",") if args.only else list(PROGRAMS)
     began = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="whet-kill-"))
-    base = work if programs == ["sft"] else make_base(work)  # fine-tuning starts without one
+    plant(args.plant)
+    base = make_base(work, programs)
     portions = []
     for place, program in enumerate(programs):
         numbers = list(range(place, args.trials, len(programs)))

@@ -436,7 +436,7 @@ def main() -> int:
     os.environ["WHET_COLLECTIVE_TIMEOUT_S"] = str(TIMEOUT_S)
     programs = args.only.split(",") if args.only else list(PROGRAMS)
     began, work = time.monotonic(), Path(tempfile.mkdtemp(prefix="whet-ranks-"))
-    base = make_base(work) if "rl" in map(stage_of, programs) else work
+    base = make_base(work, ["rl"]) if "rl" in map(stage_of, programs) else work
     plan = Plan(args.seed, tuple(args.faults.split(",")), work, base, len(programs), args.fresh)
     numbers = [list(range(place, args.trials, len(programs))) for place in range(len(programs))]
     trials: list[Trial] = []

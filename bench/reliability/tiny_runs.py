@@ -6,6 +6,7 @@ instead. In both, the moments are hooked from outside: functions are patched bef
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import hashlib
@@ -15,12 +16,13 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,8 +41,9 @@ import whet.train.dpo
 import whet.train.rft
 import whet.train.rl  # noqa: F401 - loaded before the fork, as all programs
 from whet.__main__ import main as whet_main
-from whet.tasks.made import arithmetic
+from whet.tasks.made import arithmetic, products
 from whet.tasks.made.arithmetic import Arithmetic
+from whet.tasks.made.products import Products
 
 # ruff: noqa: SIM905 - command lines are read more easily as such
 FEW = 40
@@ -74,6 +77,25 @@ PROGRAMS: dict[str, list[str]] = {
         *"--save-every 3 --validation-problems 8 --policy.num-threads 1".split(),
         *SAMPLING,
     ],
+    "rl overlap": [*RL, *"--overlap.mode stream --overlap.num-parts 2".split()],
+    "rl async": [*RL, *"--overlap.mode async --off-policy.staleness 1".split()],
+    "rl kl": [
+        *RL,
+        *"--algo.kl k3_loss --algo.kl-coef 0.05 --algo.kl-target 0.01 --algo.ref-refresh-every 3".split(),
+    ],
+    "rl curriculum": [*RL, *"--curriculum.num-samples 4 --curriculum.max-problems 24".split()],
+    "rl own": [*RL, *"--reward {work}/own.py:length=0.5".split()],
+    "rl mixture": [
+        *RL,
+        *"--task.name mixture --task.weights arithmetic 2 jsonl:sums 1".split(),
+        *"--task.paths jsonl:sums {work}/sums.jsonl".split(),
+    ],
+    "rl bfloat16": [*RL, *"--optim.precision bfloat16_master".split()],
+    "rl two threads": [*RL[:-4], *"--policy.num-threads 2".split(), *SAMPLING],
+    "rl tools": [
+        *"rl calculator --num-steps 4 --num-prompts 4 --group-size 4 --save-every 2 --policy.num-threads 1".split(),
+        *"--sampling.max-new-tokens 48 --preflight warn".split(),
+    ],
     "eval": [
         *"eval demo --num-problems 12 --num-samples 3 --policy.max-rows 8 --policy.num-threads 1".split(),
         *SAMPLING,
@@ -85,6 +107,38 @@ BASE = [
     *(f"--policy.model.{part}" for part in SHAPE),
 ]
 """The policy that the other programs start from: it knows the format, and some sums."""
+CALLER = [
+    *"sft calculator --num-steps 150 --batch-size 24 --save-every 150 --validate-every 150".split(),
+    *"--policy.num-threads 1".split(),
+    *(f"--policy.model.{part}" for part in SHAPE),
+]
+"""The policy of `rl tools`: it calls the calculator."""
+FILES = {
+    "own.py": "def length(problem, completion):\n    return len(completion) % 7 / 7\n",
+    "sums.jsonl": "".join(
+        json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n"
+        for a in range(1, 9)
+        for b in range(1, 9)
+    ),
+}
+"""Files that command lines name as {work}/NAME: they lie beside the base."""
+
+PLANTS: dict[str, dict[str, Callable[..., Any]]] = {
+    "optimizer": {"whet.train.optim.step:Optimizer.load_tensors": lambda *_: None},
+    "log rows": {"whet.telemetry.log:_mend": lambda *_: None},
+    "lock": {"whet.storage.folder:_lock": lambda *_: None},
+    "hashes": {
+        "whet.storage.checkpoint:verify_folder": lambda *_: None,
+        "whet.storage.folder:verify_folder": lambda *_: None,
+    },
+    "inputs": {"whet.telemetry.provenance:_changed_inputs": lambda *_: []},
+    "displaced": {"whet.train.session:displaced": lambda *_: ""},
+    "fsync": {"whet.storage.commit:sync": lambda *_: None},
+}
+"""Faults that can be planted (--plant NAME), to see that a battery finds them: name -> what stands in for which
+function. The optimizer is not restored; rows after the checkpoint are kept; two runs may use one folder; files are not
+compared with their hashes; changed inputs are not noticed, nor a folder that is gone; nothing is flushed to disk."""
+PLANT = "WHET_BATTERY_PLANT"
 
 POINTS: dict[str, list[str]] = {
     "sampling": ["whet.generate.engine:Engine._run"],
@@ -117,6 +171,9 @@ class Hook:
         when: before, after, inside (after `delay_s` seconds of it) or torn (half of the bytes are written).
         delay_s: For inside.
         count: File that gets calls and seconds of every point.
+        harm: Folder that is gone after the call, instead of a kill: moved to `aside`, or removed; '' for none.
+        aside: Where to.
+        journal: Folder in which every fsync is written down, for `power.py`; '' for none.
         clock: Wall time: '' right, 'back' runs backwards, 'jumps' jumps by a year each way.
         file_limit: Largest file in bytes that the system lets it write; 0 for any.
     """
@@ -126,6 +183,9 @@ class Hook:
     when: str = "before"
     delay_s: float = 0.0
     count: str = ""
+    harm: str = ""
+    aside: str = ""
+    journal: str = ""
     clock: str = ""
     file_limit: int = 0
 
@@ -197,17 +257,21 @@ def start(argv: list[str], log: Path, hook: Hook | None = None, *, fresh: bool =
 
 def run_here(argv: list[str], hook: Hook) -> int:
     """Patch this process, and run a command line in it."""
-    arithmetic.NUM_PROBLEMS = 50 * FEW  # the same first ones; making all would be half of a run's time
-    original = Arithmetic.problems
-    Arithmetic.problems = lambda self, split: original(self, split)[:FEW]
+    _take_few(arithmetic, Arithmetic)
+    _take_few(products, Products)
     for place in PLOTS:
         _patch(place, lambda _: lambda *_: [])
     torch.set_num_threads(1)
     calls: dict[str, int] = dict.fromkeys(POINTS, 0)
     seconds: dict[str, float] = dict.fromkeys(POINTS, 0.0)
+    if hook.journal:
+        _patch("os:fsync", lambda function: _writing_down(function, Path(hook.journal)))
+        _patch("whet.train.session:save_step", lambda function: _telling(function, Path(hook.journal)))
     for point in POINTS if hook.count else [hook.point] if hook.point else []:
         for place in POINTS[point]:
             _patch(place, lambda function, point=point: _killing(function, point, hook, calls, seconds))
+    for place, stand_in in PLANTS.get(os.environ.get(PLANT, ""), {}).items():
+        _patch(place, lambda _, stand_in=stand_in: stand_in)
     if hook.clock:
         _bend_time(hook.clock)
     if hook.file_limit:
@@ -220,6 +284,12 @@ def run_here(argv: list[str], hook: Hook) -> int:
         table = {point: [calls[point], seconds[point] / max(1, calls[point])] for point in POINTS}
         Path(hook.count).write_text(json.dumps(table))
     return status
+
+
+def _take_few(module: Any, task: Any) -> None:
+    """Cut a task's splits to the first few problems; making all would be half of a run's time."""
+    module.NUM_PROBLEMS, original = 50 * FEW, task.problems
+    task.problems = lambda self, split: original(self, split)[:FEW]
 
 
 def _patch(place: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -245,6 +315,12 @@ def _killing(
     def wrapped(*arguments: Any, **named: Any) -> Any:
         is_it = hook.point == point and calls[point] == hook.call
         calls[point] += 1
+        if is_it and hook.harm:
+            if hook.aside:
+                Path(hook.harm).rename(hook.aside)
+            else:
+                shutil.rmtree(hook.harm)
+            is_it = False
         if is_it and point == "torn append":
             function(arguments[0], arguments[1][: len(arguments[1]) // 2])
             die()
@@ -260,6 +336,41 @@ def _killing(
         return result
 
     return wrapped
+
+
+def _writing_down(fsync: Callable[[int], None], journal: Path) -> Callable[[int], None]:
+    """Write down what an fsync has flushed: a file's bytes, or a folder's names."""
+
+    def wrapped(descriptor: int) -> None:
+        fsync(descriptor)
+        found = os.fstat(descriptor)
+        row: dict[str, Any] = {"inode": found.st_ino}
+        if stat.S_ISDIR(found.st_mode):
+            with os.scandir(descriptor) as entries:
+                row["names"] = [(entry.name, entry.inode(), entry.is_dir()) for entry in entries]
+        else:
+            data = Path(f"/proc/self/fd/{descriptor}").read_bytes()
+            row["blob"] = hashlib.sha256(data).hexdigest()
+            (journal / row["blob"]).write_bytes(data)
+        _append(journal, row)
+
+    return wrapped
+
+
+def _telling(save_step: Callable[..., Any], journal: Path) -> Callable[..., Any]:
+    """Write down which step was saved, once that is said to be so."""
+
+    def wrapped(run: Path, step: int, **options: Any) -> Any:
+        saved = save_step(run, step, **options)
+        _append(journal, {"saved": step})
+        return saved
+
+    return wrapped
+
+
+def _append(journal: Path, row: dict[str, Any]) -> None:
+    with (journal / "lines.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def _bend_time(how: str) -> None:
@@ -279,7 +390,7 @@ def _bend_time(how: str) -> None:
 PLOTS = ("whet.report.markdown:draw_figures", "whet.eval.evaluate:draw_evaluation")
 """Left out: nothing is resumed from pictures, and they would take most of a tiny run's time."""
 NOISY = re.compile(
-    r"(seconds|_per_second|memory|energy|power|hardware|time_s|start_utc|temperature|utilisation)"
+    r"((^|/)overlap$|seconds|_per_second|memory|energy|power|hardware|time_s|start_utc|temperature|utilisation)"
 )
 """Times and readings of sensors."""
 UNCOMPARED = frozenset(
@@ -337,9 +448,20 @@ def differing(expected: dict[str, str], got: dict[str, str]) -> list[str]:
     ]
 
 
+LINGER_S = 10.0
+"""Seconds after its end in which a run's processes may still end."""
+
+
 def leaked(session: int) -> list[int]:
-    """Return the processes that live on in a run's session."""
-    found = []
+    """Return the processes that live on in a run's session, however long they are given to end."""
+    end = time.monotonic() + LINGER_S
+    while (found := _members(session)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return found
+
+
+def _members(session: int) -> list[int]:
+    found: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
@@ -351,19 +473,44 @@ def leaked(session: int) -> list[int]:
     return found
 
 
-def make_base(work: Path) -> Path:
-    """Train the policy that the other programs start from; return its run folder."""
+def make_base(work: Path, programs: Collection[str]) -> Path:
+    """Train the policies that programs start from, and write what else they read; return the first's run folder."""
     base = work / "base"
-    if not base.exists():
-        status, output = start([*BASE, "--out", str(base)], work / "base.log").wait()
-        assert status == 0, output
+    for words, folder, wanted in (
+        (BASE, base, {*programs} - {"sft", "rl tools"}),  # fine-tuning starts without one
+        (CALLER, _caller(base), {*programs} & {"rl tools"}),
+    ):
+        if wanted and not folder.exists():
+            status, output = start([*words, "--out", str(folder)], work / "base.log").wait()
+            assert status == 0, output
+    for name, text in FILES.items():
+        (work / name).write_text(text)
     return base
+
+
+def _caller(base: Path) -> Path:
+    return base.with_name("caller")
 
 
 def command(program: str, out: Path, base: Path) -> list[str]:
     """Return the command line of a program's tiny run."""
-    init = [] if program == "sft" else ["--policy.init", str(base)]
-    return [*PROGRAMS[program], "--out", str(out), *init]
+    start_from = _caller(base) if program == "rl tools" else base
+    init = [] if program == "sft" else ["--policy.init", str(start_from)]
+    words = [word.replace("{work}", str(base.parent)) for word in PROGRAMS[program]]
+    return [*words, "--out", str(out), *init]
+
+
+def add_plant(parser: argparse.ArgumentParser) -> None:
+    """Give a battery the option --plant."""
+    parser.add_argument(
+        "--plant", choices=PLANTS, help="plant a fault, to see that the battery finds it (exit status 1)"
+    )
+
+
+def plant(name: str | None) -> None:
+    """Plant a fault in all runs that are started from now on."""
+    if name is not None:
+        os.environ[PLANT] = name
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import launch_ranks, make_store, start_server
+from gloo import launch_ranks, make_store, start_alone, start_server
 
 from whet.__main__ import run
 from whet.ranks import launch
 from whet.ranks.collectives import all_reduce_sum, barrier, on_main, rank
+from whet.telemetry.heartbeat import birth
 from whet.types import UserError
 
 
@@ -160,6 +161,32 @@ def test_ranks_that_are_started_again_do_not_hear_of_the_attempt_before(tmp_path
     assert [status for status, _ in launch_ranks(tmp_path, killed, store=store)] == [1, -9]
     found = launch_ranks(tmp_path, work, store=store)
     assert [status for status, _ in found] == [0, 0], found
+
+
+def ended(pid: int, within_s: float) -> bool:
+    end = time.monotonic() + within_s
+    while birth(pid) is not None and time.monotonic() < end:
+        time.sleep(0.05)
+    return birth(pid) is None
+
+
+def test_ranks_that_wait_for_each_other_end_with_torchrun(tmp_path: Path) -> None:
+    start_server()
+    store = make_store()  # outlives torchrun: here nothing else tells the rank
+    torchrun, waiting = start_alone(tmp_path, store.port)
+    assert not ended(waiting, 2.0)
+    os.kill(torchrun, signal.SIGKILL)
+    assert ended(waiting, 10.0)
+    assert "whet: error: torchrun is gone while the ranks joined" in (tmp_path / "0").read_text()
+
+
+def test_ranks_do_not_wait_for_a_store_that_is_gone(tmp_path: Path) -> None:
+    start_server()
+    port = make_store().port  # closed at once
+    torchrun, waiting = start_alone(tmp_path, port)
+    assert ended(waiting, 8.0)
+    assert f"torchrun's store at 127.0.0.1:{port} does not answer" in (tmp_path / "0").read_text()
+    assert ended(torchrun, 5.0)
 
 
 def test_what_several_ranks_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

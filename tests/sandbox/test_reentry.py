@@ -122,6 +122,38 @@ def test_a_script_with_its_reward_in_it_trains(tmp_path: Path) -> None:
     assert left_after(str(tmp_path), set()) == []
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("how", ["error", "SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_script_that_trains_at_its_top_level_leaves_nothing(how: str, tmp_path: Path) -> None:
+    """It once started itself without end, below workers that outlived it."""
+    code = TRAINING.replace("num_steps=1", "num_steps=100_000").replace("train(RLConfig(", "run(RLConfig(")
+    if how == "error":
+        code = (
+            code.replace("run(RLConfig(", "running = steps(RLConfig(")
+            + "next(running)\nraise ValueError('an end')\n"
+        )
+    code = f"from whet.train.rl import steps, train as run\n{code}"
+    script = start(tmp_path / "api.py", code, str(tmp_path))
+    rows = tmp_path / "run" / "metrics.jsonl"
+    deadline, most = time.monotonic() + 100, 0
+    while script.poll() is None and time.monotonic() < deadline:
+        most = max(most, len(marked(str(tmp_path))))
+        if how != "error" and rows.exists() and rows.stat().st_size:
+            break
+        time.sleep(0.05)
+    seen = descendants(script.pid) - {script.pid}
+    if how != "error":
+        assert script.poll() is None
+        assert len(seen) >= 3  # the keeper, the server, a worker
+        script.send_signal(getattr(signal, how))
+    said, _ = script.communicate(timeout=60)
+    assert left_after(str(tmp_path), seen) == []
+    assert said.count("top level") == 1
+    assert most <= 8, "a script, its keeper, server and workers: no second training"
+    status = {"error": 1, "SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9}[how]
+    assert script.returncode == status, said
+
+
 SESSION = """
 import os, subprocess, sys, time
 from whet.sandbox.graders.graders import GraderPool

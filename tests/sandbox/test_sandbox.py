@@ -341,8 +341,55 @@ def test_classes_of_the_program() -> None:
         "p = Pair(1, 2); p.a = 5; assert p.total() == 7 and p.a == 5",
         "assert list(count()) == list(range(9)) and limit == [7]",
         "assert Pair(1, 2) == Pair(1, 2)",
+        has_objects=True,
     )
     assert statuses(verdict) == ["ok", "ok", "ok", "wrong"]
+
+
+LIAR = (
+    "class Liar:\n def __init__(s): s.n = 0\n def __len__(s): return 5\n def __bool__(s): return True\n"
+    " def __contains__(s, x): return True\n def __getitem__(s, i): return i\n"
+    " def startswith(s, x): return True\n"
+    " def __iter__(s):\n  s.n += 1\n  return iter(range(5) if s.n == 1 else [])\n"
+)
+LIES = [
+    "r = f(); assert len(r) == 5 and not any(True for _ in r)",  # five items for len, none for a loop
+    "r = f(); assert len(list(r)) == 5 and all(x > 7 for x in r)",  # none for the second loop
+    "r = f(); assert 1 in r and 77 in r",  # it says yes whatever it is asked for
+    "r = f(); assert list(r) == [0, 1, 2, 3, 4] and r[7] == 7",
+    "assert f().startswith('one')",  # a method that the right answer, a text, would have
+    "r = f(); r.n = 1; assert len(r) == 5",
+    "r = f(); r[0] = 9; assert len(r) == 5",
+]
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_object_that_lies_earns_nothing_unless_tests_ask_for_objects(lie: str) -> None:
+    code = LIAR + " def __setitem__(s, i, x): pass\n"
+    code = code.replace("range(5) if s.n == 1 else []", "[]") if "any(" in lie else code
+    code += "def f(): return Liar()\n"
+    assert try_tests(code, lie).status == "wrong"
+    assert try_tests(code, lie, has_objects=True).status == "ok"
+
+
+def test_an_object_is_one_list_of_items_unless_tests_ask_for_objects() -> None:
+    code = (
+        "import itertools\ndef squares(n): return map(lambda x: x * x, range(n))\n"
+        "def count(): return itertools.count()\ndef keys(): return {'a': 1, 'b': 2}.keys()\n"
+        "class Point: pass\ndef point(): return Point()\ndef norm(p): return isinstance(p, Point)\n"
+        "def adder(n): return lambda m: n + m\n"
+    )
+    verdict = try_tests(
+        code,
+        "r = squares(4); assert list(r) == [0, 1, 4, 9] and len(r) == 4 and (r[-1], r[1:3]) == (9, [1, 4])",
+        "r = count(); assert next(r) == 0 and next(r) == 1 and next(r) == 2",
+        "assert 3 in count() and [a for a, _ in zip(count(), range(3))] == [0, 1, 2]",
+        "assert set(keys()) == {'a', 'b'} and 'a' in keys() and 'c' not in keys()",
+        "assert not squares(0) and squares(1) and point()",
+        "assert norm(point()) and adder(2)(3) == 5",
+        "try:\n    iter(point())\nexcept TypeError:\n    pass\nelse:\n    assert False",
+    )
+    assert [(result.status, result.message) for result in verdict.results] == [("ok", "")] * 7
 
 
 def test_names_win_over_setup_and_nothing_else_does() -> None:
@@ -356,6 +403,49 @@ def test_names_win_over_setup_and_nothing_else_does() -> None:
 
 def test_what_cannot_be_passed_is_no_fault_of_the_program() -> None:
     assert try_tests("def f(g): return g(1)", "assert f(lambda x: x + 1) == 2").status == "infra_error"
+
+
+UNSENDABLE = [
+    ("class encode(Exception): pass\ndef decode(x): return 'abc'", "assert decode(encode('abc')) == 'abc'"),
+    (
+        "import statistics as encode, sys\nencode.__name__ = 'encode'\ndef decode(x): return 'abc'",
+        "assert decode(encode) == 'abc'",
+    ),
+    (
+        "def encode(x):\n r = x\n for _ in range(99): r = [r]\n return r\ndef decode(x): return 'abc'",
+        "assert decode([[encode('abc')]]) == 'abc'",
+    ),
+    (
+        "def encode(x): return 'x' * 7_000_000\ndef decode(x): return 'abc'",
+        "r = encode('abc'); assert decode([r, r]) == 'abc'",
+    ),
+    (
+        "def encode(x): return []\ndef decode(x): return 'abc'",
+        "assert decode(encode(1) or (lambda: 1)) == 'abc'",
+    ),
+    ("def decode(x): return 'abc'", "try:\n    encode\nexcept NameError:\n    decode(lambda: 1)"),
+]
+
+
+@pytest.mark.parametrize(("code", "test"), UNSENDABLE)
+def test_a_program_cannot_make_itself_unjudgeable(code: str, test: str) -> None:
+    assert try_tests(code, test).status == "wrong"
+
+
+def test_a_program_cannot_make_itself_unjudgeable_through_the_setup() -> None:
+    code = "class Pair(Exception): pass\ndef f(p): return 3"
+    assert try_tests(code, "assert f(pair) == 3", setup="pair = Pair(1, 2)").results[0].status == "wrong"
+
+
+def test_a_test_that_asks_nothing_counts_for_nobody() -> None:
+    def share(code: str, *tests: str) -> float:
+        return try_tests(code, *tests).scores["tests"]
+
+    assert share("def f(n): raise ValueError", "assert True", "assert f(1) == 2", "x = 3") == 0.0
+    assert share("def f(n): return n + 1", "assert True", "assert f(1) == 2", "assert f(1) == 3") == 0.5
+    assert share("def f(n): return n + 1", "assert True", "assert f(1) == 2") == 1.0
+    assert share("def f(n): return n + 1", "assert True") == 0.0
+    assert share("class Bad(ValueError): pass", "assert issubclass(Bad, Exception)") == 1.0
 
 
 def test_expected_values_never_enter_the_programs_process() -> None:

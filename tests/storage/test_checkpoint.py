@@ -115,6 +115,28 @@ DAMAGES = (flip_bit, cut, Path.unlink)
 FILES = ("model.bin", "config.json", "training/optimizer.safetensors", "training/state.json")
 
 
+def test_a_saved_step_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of a run folder are on disk as well: without them the files of the step would be nowhere."""
+    synced: list[tuple[Path, set[str]]] = []
+    fsync = os.fsync
+
+    def look(descriptor: int) -> None:
+        fsync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((path, set(os.listdir(path)) if path.is_dir() else set()))
+
+    monkeypatch.setattr(os, "fsync", look)
+    run = tmp_path / "runs" / "mine"
+    open_run(run, "seed: 1\n")
+    assert (run, {"config.yaml"}) in synced
+    assert any(path == run.parent and "mine" in found for path, found in synced)
+    (run / "metrics.jsonl").write_text("{}\n")
+    save(run, 3)
+    last = {path: found for path, found in synced if found}
+    assert last[run] == {"config.yaml", "metrics.jsonl", "checkpoints"}
+    assert last[run / "checkpoints"] == {"step_00000003"}
+
+
 @pytest.mark.parametrize("damage", [*DAMAGES, grow])
 @pytest.mark.parametrize("name", FILES)
 def test_damage_is_noticed_and_the_checkpoint_before_is_used(

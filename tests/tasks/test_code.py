@@ -136,6 +136,52 @@ def test_partial_credit(
     )
 
 
+def test_an_answer_is_not_parsed_by_the_trainer(task: Code, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = task.problems("train")[0]
+    human = Code("humaneval", GOLDEN)
+    first = human.problems("test")[0]
+    monkeypatch.setattr(ast, "parse", lambda *args: pytest.fail("parsed here"))
+    for answer in (GOLD, "def area(r:"):
+        assert task.code_scores(problem, answer) is not None
+        assert human.code_scores(first, answer) is not None
+
+
+def test_names_of_a_program_that_cannot_be_parsed_in_time(
+    task: Code, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code, "_NAMES_PROGRAM", "while True: pass")
+    monkeypatch.setattr(code, "TIMEOUT_S", 1.0)
+    scores = task.code_scores(problem, GOLD)
+    assert scores is not None
+    assert (scores["tests"], scores["keywords"]) == (1.0, 0.0)
+
+
+def test_a_failing_sandbox_gives_no_keywords(
+    task: Code, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert task.is_correct(problem, GOLD)
+    failed = Verdict(status="infra_error", backend="none")
+    monkeypatch.setattr(code, "run_python", lambda *args, **kwargs: failed)
+    assert task.code_scores(problem, GOLD) is None
+
+
+def test_a_class_is_tested_as_an_object(tmp_path: Path) -> None:
+    stack = "class Stack(list):\n    push = list.append\n    __hash__ = None\n    __eq__ = object.__eq__"
+    tests = ["s = Stack(); s.push(4); assert len(s) == 1 and 4 in s and s.pop() == 4"]
+    row = {"prompt": "Write a class Stack.", "tests": tests, "names": ["Stack"]}
+    rows = [row | {"solution": stack}, row | {"prompt": "2", "objects": True}, row | {"prompt": "3"}]
+    task = write(tmp_path / "own.jsonl", *rows)
+    by_prompt = {p.prompt: p for split in ("train", "dev", "test") for p in task.problems(split)}
+    assert task.is_correct(by_prompt["Write a class Stack."], stack)
+    assert task.is_correct(by_prompt["2"], stack)
+    assert task.is_correct(by_prompt["3"], stack) is False  # nothing says that its tests use objects
+    verdict = task.examine(by_prompt["3"], stack)
+    assert verdict is not None
+    assert "only if the problem has objects" in verdict.results[0].message
+    with pytest.raises(UserError, match="'objects' is 3, expected true or false"):
+        write(tmp_path / "bad.jsonl", row | {"objects": 3}).problems("train")
+
+
 def test_partial_credit_needs_programs() -> None:
     with pytest.raises(
         UserError, match=r"rewards\.program_tests: task arithmetic has no programs; use humaneval"
@@ -266,6 +312,22 @@ def test_published_problems_of_human_eval() -> None:
     assert body.startswith("    ")
     assert human.is_correct(first, body)
     assert human.examine(first, first.answer).scores["tests"] == 1.0  # type: ignore[union-attr]
+
+
+def test_assertions_that_ask_nothing_pay_nothing(tmp_path: Path) -> None:
+    """36 problems of HumanEval have an `assert True`: a program that only raises was paid for it."""
+    asserted = ("True, 'a'", "candidate(1) == 2", "candidate(2) == 3", "True")
+    check = "def check(candidate):\n" + "".join(f"    assert {text}\n" for text in asserted)
+    row = HUMAN | {"prompt": "def f(n):\n", "canonical_solution": "    return n + 1", "test": check}
+    (tmp_path / "HumanEval.jsonl").write_text(json.dumps(row))
+    task = Code("humaneval", tmp_path)
+    (problem,) = task.problems("test")
+    shares = {"    raise ValueError": 0.0, "    return 2": 0.5, "    return n + 1": 1.0}
+    for body, share in shares.items():
+        scores = task.code_scores(problem, body)
+        assert scores is not None
+        assert scores["tests"] == share
+    assert task.judge_many([(problem, body) for body in shares]) == [False, False, True]
 
 
 SUM = "a, b = map(int, input().split())\nprint(a + b)"

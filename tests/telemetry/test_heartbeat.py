@@ -80,13 +80,74 @@ def test_a_call_that_keeps_the_interpreter_to_itself_is_found(tmp_path: Path) ->
             ctypes.PyDLL(None).sleep(60)
         with Heartbeat(run, 0, timeout_s=0.6) as heartbeat:
             heartbeat.beat("train", 2)
+            time.sleep(0.4)
             stuck()
         """,
     )
-    process.communicate(timeout=30)
-    assert process.returncode == 1  # faulthandler's own; no Python code could run
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == EXIT_HUNG
+    (line,) = errors.strip().splitlines()
+    assert (
+        "rank 0 hangs: no sign of life for 1 s in or after phase 'train' of step 2, in a call that keeps the"
+        in line
+    )
+    assert str(tmp_path / "heartbeats" / "rank_0.stacks.txt") in line
     assert "in stuck" in stacks(tmp_path)
-    assert state(tmp_path)["state"] == "running"
+    assert state(tmp_path)["state"] == "running"  # no Python code could run
+
+
+def test_a_line_for_the_shell_is_only_printed(tmp_path: Path) -> None:
+    run = tmp_path / "it's $(touch made) `touch made` % \\n; touch made"
+    process = start(
+        run,
+        """
+        with Heartbeat(run, 0, timeout_s=0.4):
+            ctypes.PyDLL(None).sleep(60)
+        """,
+    )
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == EXIT_HUNG
+    assert f"whet doctor hang {run}" in errors
+    assert not Path("made").exists()
+
+
+def test_without_a_folder_the_stacks_go_to_stderr(tmp_path: Path) -> None:
+    for call in ("time", "ctypes.PyDLL(None)"):
+        process = start(
+            tmp_path,
+            f"""
+            def stuck():
+                {call}.sleep(60)
+            with Heartbeat(None, 0, timeout_s=0.4, phase="preflight"):
+                stuck()
+            """,
+        )
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == EXIT_HUNG
+        assert "in stuck" in errors
+        assert re.search("whet: error: rank 0 hangs: .*'preflight' of step 0.*start it again", errors)
+    assert not (tmp_path / "heartbeats").exists()
+
+
+def test_signs_of_life_from_wherever_work_is_done(tmp_path: Path) -> None:
+    process = start(
+        tmp_path,
+        """
+        from whet.telemetry.display import PlainDisplay, advancing
+        from whet.telemetry.heartbeat import alive, current
+        alive("nobody listens")
+        advance = advancing(PlainDisplay("pass rates", 20, (), stream=sys.stdout))
+        with Heartbeat(run, 0, timeout_s=0.6):
+            alive("curriculum")
+            for _ in range(15):
+                time.sleep(0.1)
+                advance(1)
+        assert current() is None
+        """,
+    )
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
+    assert state(tmp_path)["phase"] == "curriculum"
 
 
 def test_a_hang_while_it_ends_is_bounded_too(tmp_path: Path) -> None:
@@ -94,15 +155,16 @@ def test_a_hang_while_it_ends_is_bounded_too(tmp_path: Path) -> None:
         tmp_path,
         """
         from whet.telemetry import heartbeat as module
-        module.GRACE_S, arm = 0.25, module.faulthandler.dump_traceback_later
-        module.faulthandler.dump_traceback_later = lambda s, **rest: s == 0.25 and arm(s, **rest)
-        module.escape = lambda line: time.sleep(60)
+        module.GRACE_S, put_off = 0.25, module._Deadline.put_off
+        module._Deadline.put_off = lambda self, seconds, line: seconds == 0.25 and put_off(self, seconds, line)
+        module.faulthandler.dump_traceback = lambda *rest, **options: time.sleep(60)
         with Heartbeat(run, 0, timeout_s=0.4):
             time.sleep(60)
         """,
     )
-    process.communicate(timeout=30)
-    assert process.returncode == 1
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == EXIT_HUNG
+    assert "rank 0 hangs: no sign of life for 0 s in phase 'start' of step 0" in errors
 
 
 def test_no_processes_of_the_isolation_stay_behind(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from whet.config import dump_yaml
 from whet.eval.evaluate import evaluate, take_problems
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.inspect.doctor.hang import read_ranks
 from whet.model.lora.side import LoRAConfig, sides_of
 from whet.storage.checkpoint import saved_steps
 from whet.tasks.base import load_task
@@ -323,3 +324,17 @@ def test_programs_chain_through_their_folders(halfway: Any, tmp_path: Path) -> N
         assert value.equal(trained.model.state_dict()[name]), name
     rl.train(third)
     assert saved_steps(tmp_path / "rl") == [1]
+
+
+def test_a_finished_run_that_is_resumed_is_not_taken_for_dead(halfway: Any, tmp_path: Path) -> None:
+    """It was killed after its last step: no session opens again, which was all that told how a run had ended."""
+    config = make_config(halfway, tmp_path / "run", rounds=1, validation_problems=0)
+    train(config)
+    beats = tmp_path / "run" / "heartbeats"
+    row = json.loads((beats / "rank_0.json").read_text())
+    (beats / "rank_0.json").write_text(json.dumps(row | {"state": "running", "pid": 2**22, "born": 1}))
+    (beats / "rank_0.stacks.txt").touch()
+    assert [rank.state for rank in read_ranks(tmp_path / "run")] == ["died"]
+    train(config, resume=True)
+    assert [rank.state for rank in read_ranks(tmp_path / "run")] == ["finished"]
+    assert [path.name for path in beats.iterdir()] == ["rank_0.json"]

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,12 @@ from whet.schema import SCHEMAS, ResponseSchema
 from whet.storage.checkpoint import saved_steps
 from whet.tasks.base import TaskConfig
 from whet.tasks.made.arithmetic import Arithmetic
-from whet.train import setup
+from whet.telemetry import heartbeat
+from whet.train import rl, setup
 from whet.train.objective.objective import Objective
 from whet.train.optim.safety import SafetyConfig
 from whet.train.optim.step import OptimConfig, Optimizer
-from whet.train.rl import main, train
+from whet.train.rl import main, steps, train
 from whet.train.rl_config import RLConfig, plan
 from whet.train.rollout import source
 from whet.train.rollout.curriculum import CurriculumConfig
@@ -723,3 +725,34 @@ def test_a_reference_of_other_weights_is_refused_or_told_of(
     assert was != now
     train(config, resume=True)  # from now on these are its inputs
     save_file(weights, home / "base/model.safetensors")
+
+
+def test_the_watchdog_begins_before_the_first_step_and_ends_with_the_run(
+    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, seen = make_config(tiny_policy, tmp_path / "run"), []
+    path = tmp_path / "run" / "heartbeats" / "rank_0.json"
+
+    def look(then: Callable[..., Any], *words: Any, **options: Any) -> Any:
+        now = heartbeat.current()
+        assert now is not None
+        seen.append((now._beat.phase, path.exists()))
+        return then(*words, **options)
+
+    def fail(*words: Any, **options: Any) -> Any:
+        raise UserError("no problem is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(setup, "preflight", partial(look, setup.preflight))
+        patch.setattr(rl, "select_problems", partial(look, fail))
+        with pytest.raises(UserError, match="no problem is left"):
+            train(config)
+    assert seen == [("preflight", False), ("curriculum", True)]
+    assert heartbeat.current() is None
+    found = json.loads(path.read_text())
+    assert (found["state"], found["reason"]) == ("failed", "UserError: no problem is left")
+    running = steps(config)
+    next(running)
+    assert heartbeat.current() is not None
+    running.close()  # whoever called has seen enough
+    assert heartbeat.current() is None

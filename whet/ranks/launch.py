@@ -14,11 +14,13 @@ import os
 import re
 import secrets
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -38,6 +40,8 @@ COLLECTIVE_LIMIT_S = 600.0
 JOIN_LIMIT = timedelta(minutes=30)
 MEET_S = 0.05
 """Seconds between looks for rank 0."""
+STORE_S = 10.0
+"""Seconds in which torchrun's store has to answer."""
 GRACE_S = 10.0
 """Seconds that a rank may still run after another has failed."""
 RESUME = "the same command with --resume continues from the last checkpoint"
@@ -63,15 +67,17 @@ def was_restarted(folder: Path) -> bool:
     return on_main(is_ours)
 
 
-def run_rank(function: Callable[[], int]) -> NoReturn:
+def run_rank(function: Callable[[], int], parent: int) -> NoReturn:
     """Run a program as one rank of the job that the environment describes, and end the process.
 
     Args:
         function: The program; returns its exit status.
+        parent: Process id of what started this one, as it was before anything else.
     """
     job = None
     try:
-        job = Job()
+        with _while_parent_lives(parent):
+            job = Job()
         status = _status(function)
         job.leave()
     except BaseException as error:
@@ -123,6 +129,52 @@ def _end(status: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
+
+
+@contextmanager
+def _while_parent_lives(parent: int) -> Iterator[None]:
+    """End this process when torchrun is gone before all ranks have joined: they would wait for each other, for minutes.
+
+    Later `Job` notices. What started ranks without torchrun may be gone: a shell that left them in the background.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield
+        return
+    has_joined = threading.Event()
+
+    def look() -> None:
+        while not has_joined.wait(0.5):
+            if os.getppid() != parent:
+                if os.environ.get("LOCAL_RANK") == "0":
+                    os.write(2, f"whet: error: torchrun is gone while the ranks joined; {RESUME}\n".encode())
+                os._exit(1)
+
+    threading.Thread(target=look, name="whet-parent", daemon=True).start()
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            _find_store()
+        yield
+    finally:
+        has_joined.set()
+
+
+def _find_store() -> None:
+    """Check that torchrun's store, which is there before any rank is started, still answers.
+
+    Raises:
+        UserError: If it does not.
+    """
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    end = time.monotonic() + STORE_S
+    while True:
+        try:
+            socket.create_connection(address, STORE_S).close()
+            return
+        except OSError as error:  # one that is refused will not be answered later; a slow network may be
+            if isinstance(error, ConnectionRefusedError) or time.monotonic() > end:
+                place = ":".join(map(str, address))
+                raise UserError(f"torchrun's store at {place} does not answer ({error}); {RESUME}") from None
+        time.sleep(MEET_S)
 
 
 class _Terminated(BaseException):

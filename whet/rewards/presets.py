@@ -51,7 +51,7 @@ def program_loads(schema: ResponseSchema, task: Task) -> Reward:
 
 
 def program_tests(schema: ResponseSchema, task: Task) -> Reward:
-    """Return the share of tests that pass."""
+    """Return the share of tests that pass, without those that ask the program nothing."""
     return _part("tests", schema, task)
 
 

@@ -184,13 +184,14 @@ class Sandbox:
         *,
         setup: str = "",
         names: Sequence[str] = (),
+        has_objects: bool = False,
         timeout_s: float = 10.0,
         memory_mib: int = 512,
     ) -> TestsVerdict:
         """Run tests against a program's functions, in a separate process.
 
         Arguments and results cross as copies of plain values (numbers, text, bytes, containers of these); the tests get
-        a handle for any other object: it can be called and read, and equals nothing.
+        a handle for any other object: it can be called, passed back and looped over, and equals nothing.
 
         Args:
             code: The program; it is loaded as a module named `program`.
@@ -198,6 +199,8 @@ class Sandbox:
             setup: Python that runs before the first test; all tests see what it defines.
             names: Names that the tests take from the program even if setup or Python defines them. () for every name
                 that neither tests, setup nor Python define.
+            has_objects: Whether the tests use objects of the program (attributes, methods, `len`, `in`, `[]`), as
+                tests of a class do. They then believe what an object says of itself.
             timeout_s: Wall time for loading the program, and for each test.
             memory_mib: Memory of the program, and of the tests, beyond the interpreter's own.
 
@@ -218,6 +221,7 @@ class Sandbox:
                 tests,
                 setup=setup,
                 names=names,
+                has_objects=has_objects,
                 timeout_s=timeout_s,
                 memory_mib=memory_mib,
                 max_output_bytes=self._max_output_bytes,
@@ -341,10 +345,17 @@ def run_tests(
     *,
     setup: str = "",
     names: Sequence[str] = (),
+    has_objects: bool = False,
     timeout_s: float = 10.0,
     memory_mib: int = 512,
 ) -> TestsVerdict:
     """Run tests against a program in the process's default sandbox; see `Sandbox.run_tests`."""
     return _default().run_tests(
-        code, tests, setup=setup, names=names, timeout_s=timeout_s, memory_mib=memory_mib
+        code,
+        tests,
+        setup=setup,
+        names=names,
+        has_objects=has_objects,
+        timeout_s=timeout_s,
+        memory_mib=memory_mib,
     )

@@ -317,6 +317,7 @@ def save_step(
             parts = {name: tensor.contiguous() for name, tensor in tensors.items()}
             save_file(parts, temporary / "training" / ALONE)
     if rank() == 0:
+        sync(run)  # the names in it: config.yaml, the logs, checkpoints/ itself
         _purge(run, keep)
     return folder
 

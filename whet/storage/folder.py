@@ -78,6 +78,8 @@ def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable:
         (folder / PARTIAL).write_text(config_yaml, encoding="utf-8")
         sync(folder / PARTIAL)
         (folder / PARTIAL).replace(path)
+        sync(folder)
+        sync(folder.absolute().parent)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
 

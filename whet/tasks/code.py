@@ -6,8 +6,10 @@ from __future__ import annotations
 import ast
 import base64
 import binascii
+import inspect
 import json
 import pickletools
+import re
 import threading
 import warnings
 import zlib
@@ -84,6 +86,7 @@ class Exam:
         keywords: Words that the program should use, for partial credit.
         cases: Pairs of standard input and expected output, for a whole program; without `tests`.
         header: Imports that stand above every answer.
+        has_objects: Whether the tests use the program's objects, as tests of a class do; see `run_tests`.
     """
 
     setup: str
@@ -93,6 +96,7 @@ class Exam:
     keywords: tuple[str, ...] = ()
     cases: tuple[tuple[str, str], ...] = ()
     header: str = ""
+    has_objects: bool = False
 
 
 class Code:
@@ -121,7 +125,7 @@ class Code:
         Args:
             name: A key of `READERS`. 'humaneval' (HumanEval.jsonl) and most others have only a test split. 'code':
                 rows with prompt, tests (a list of Python texts, or of objects with input and output), and maybe
-                solution, setup, names, keywords.
+                solution, setup, names, keywords, objects.
             path: The file, or the folder that holds it (train.jsonl and test.jsonl for 'code'); .gz too. Or a hub name;
                 '' for that of `whet.tasks.sets`.
             config: Configuration on the hub.
@@ -144,6 +148,7 @@ class Code:
         self._files: dict[Path | Part, list[tuple[Problem, Row]]] = {}
         self._exams: dict[str, Exam] = {}
         self._verdicts: OrderedDict[tuple[str, str], TestsVerdict] = OrderedDict()
+        self._names: OrderedDict[str, set[str]] = OrderedDict()
         self.bad_rows: list[BadRow] = []
         self.num_repeated = 0
 
@@ -190,7 +195,7 @@ class Code:
         if known is not None and known.status != "infra_error":
             return known
         exam = self._exams[problem.uid]
-        whole = code if _defines(code, exam.names) else exam.prefix + code
+        whole = code if not exam.prefix or _defines(code, exam.names) else exam.prefix + code
         if exam.header and "from __future__" not in code:
             whole = exam.header + whole
         if exam.cases:
@@ -201,6 +206,7 @@ class Code:
                 exam.tests,
                 setup=exam.setup,
                 names=exam.names,
+                has_objects=exam.has_objects,
                 timeout_s=TIMEOUT_S,
                 memory_mib=MEMORY_MIB,
             )
@@ -221,13 +227,30 @@ class Code:
             return {"loads": 0.0, "tests": 0.0, "keywords": 0.0}
         if verdict.status == "infra_error":
             return None
-        used = _names_in(program_of(answer or ""))
         wanted = self._exams[problem.uid].keywords
+        used = self._used_names(program_of(answer or "")) if wanted else set()
+        if used is None:
+            return None
         return {
             "loads": sum(verdict.scores[stage] for stage in LOADED) / len(LOADED),
             "tests": verdict.scores["tests"],
             "keywords": sum(word in used for word in wanted) / len(wanted) if wanted else 1.0,
         }
+
+    def _used_names(self, code: str) -> set[str] | None:
+        """Return the names that a program uses; None if the sandbox failed.
+
+        It is parsed in the sandbox: some texts of a few thousand characters take Python's parser many seconds.
+        """
+        found = self._names.get(code)
+        if found is None:
+            verdict = run_python(_NAMES_PROGRAM, stdin=code, timeout_s=TIMEOUT_S, memory_mib=MEMORY_MIB)
+            if verdict.status == "infra_error":
+                return None
+            found = self._names[code] = set(verdict.stdout.split()) if verdict.status == "ok" else set()
+            while len(self._names) > NUM_REMEMBERED:
+                self._names.popitem(last=False)
+        return found
 
     def wrong_answer(self, problem: Problem) -> str:
         """Return a program that defines the right names and is wrong: each function returns None."""
@@ -293,7 +316,8 @@ def run_cases(code: str, cases: Sequence[tuple[str, str]]) -> TestsVerdict:
         program = program or verdict
         is_right = verdict.status == "ok" and same_output(verdict.stdout, expected)
         status = verdict.status if verdict.status != "ok" else "ok" if is_right else "wrong"
-        results.append(TestResult(status=status, message=verdict.message, seconds=verdict.seconds))
+        result = TestResult(status=status, message=verdict.message, seconds=verdict.seconds, num_calls=1)
+        results.append(result)
     assert program is not None
     return TestsVerdict(program=program, results=tuple(results))
 
@@ -338,26 +362,18 @@ def _parse(code: str) -> ast.Module:
 
 
 def _defines(code: str, names: Sequence[str]) -> bool:
-    """Say whether a program defines all names at its top level; True for one that does not parse."""
-    try:
-        body = _parse(code).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return not code.startswith((" ", "\t"))
-    found = {
-        node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    }
-    found |= {
-        t.id for node in body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)
-    }
-    return set(names) <= found
+    """Say whether a program defines all names at its top level.
+
+    By its lines, not by its syntax tree: they are as many as an answer has, whatever is written in them.
+    """
+    return all(
+        re.search(rf"^((async[ ]+)?def|class)[ ]+{re.escape(name)}\b|^{re.escape(name)}[ ]*=[^=]", code, re.M)
+        for name in names
+    )
 
 
-def _names_in(code: str) -> set[str]:
-    """Return every name, attribute and imported module that a program uses; comments and strings do not count."""
-    try:
-        tree = _parse(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
+def _names_in(tree: ast.AST) -> set[str]:
+    """Return every name, attribute and imported module in a syntax tree: no comments, no strings."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -372,14 +388,23 @@ def _names_in(code: str) -> set[str]:
     return found
 
 
+_NAMES_PROGRAM = f"""import ast, sys
+{inspect.getsource(_names_in)}
+print("\\n".join(_names_in(ast.parse(sys.stdin.read()))))
+"""
+"""Prints the names that the program on its standard input uses."""
+
+
 def _human_eval(row: Row) -> tuple[str, str, Exam]:
-    """Read HumanEval: `check(candidate)` becomes one test per assertion if its body consists of assertions."""
+    """Read HumanEval: `check(candidate)` becomes one test per assertion on it, if its body is assertions only."""
     prompt, entry = row["prompt"], row["entry_point"]
     functions = [node for node in _parse(row["test"]).body if isinstance(node, ast.FunctionDef)]
     check = next((node for node in functions if node.name == "check"), *functions[:1])
     tests = [f"check({entry})"]
     if all(isinstance(part, ast.Assert) for part in check.body):
-        tests = [f"candidate = {entry}\n{ast.unparse(part)}" for part in check.body]
+        # Some 36 problems have an `assert True`, which a program that only raises passes as well.
+        asking = [part for part in check.body if "candidate" in _names_in(part)]
+        tests = [f"candidate = {entry}\n{ast.unparse(part)}" for part in asking] or tests
     exam = Exam(f"{prompt}\n    pass\n{_without_numpy(row['test'])}", tuple(tests), (entry,), prompt)
     question = f"Complete this Python function.\n\n{FENCE}python\n{prompt}{FENCE}"
     return question, prompt + row["canonical_solution"], exam
@@ -387,7 +412,7 @@ def _human_eval(row: Row) -> tuple[str, str, Exam]:
 
 def _mbpp(row: Row) -> tuple[str, str, Exam]:
     code, tests = row["code"].replace("\r\n", "\n"), row["test_list"]
-    used = set().union(*map(_names_in, tests))
+    used: set[str] = set().union(*(_names_in(_parse(test)) for test in tests))
     names = [node.name for node in _parse(code).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     question = f"{row['text']}\n\nYour code should pass this test:\n{FENCE}python\n{tests[0]}\n{FENCE}"
     return question, code, Exam(row["test_setup_code"], tuple(tests), tuple(n for n in names if n in used))
@@ -432,7 +457,8 @@ def _contest(row: Row) -> tuple[str, str, Exam]:
         f"got = list(got) if isinstance(got, tuple) else got\nassert got == {json.loads(case['output'])!r}"
         for case in cases
     )
-    return question, "", Exam("", tests, ("Solution",), header=CONTEST_IMPORTS)
+    # What a method returns is only compared with a literal, so an object cannot say anything for itself.
+    return question, "", Exam("", tests, ("Solution",), header=CONTEST_IMPORTS, has_objects=True)
 
 
 def _private(text: str) -> list[dict[str, str]]:
@@ -462,13 +488,26 @@ def _own(row: Row) -> tuple[str, str, Exam]:
         tuple(row.get("names", ())),
         keywords=tuple(row.get("keywords", ())),
         cases=pairs,
+        has_objects=row.get("objects", _tests_classes(row)),
     )
     return row["prompt"], row.get("solution", ""), exam
+
+
+def _tests_classes(row: Row) -> bool:
+    """Say whether the tests name a class of the row's solution."""
+    try:
+        body = _parse(row.get("solution", "")).body
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # no Python, or no text
+        return False
+    classes = {node.name for node in body if isinstance(node, ast.ClassDef)}
+    return any(classes & _names_in(_parse(test)) for test in row["tests"] if isinstance(test, str))
 
 
 def _fault(row: Row, name: str) -> str | None:
     """Return what is wrong with the row's tests."""
     tests = row.get(name)
+    if not isinstance(row.get("objects", False), bool):
+        return f"'objects' is {json.dumps(row['objects'])[:60]}, expected true or false"
     if isinstance(tests, list) and tests and all(isinstance(test, dict) for test in tests):
         sides = [test.get(side) for test in tests for side in ("input", "output")]
         is_text = all(isinstance(side, str) for side in sides)

@@ -22,6 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from whet.telemetry.heartbeat import alive
 from whet.telemetry.metrics import find_metric, format_metric
 
 PANEL_WIDTH = 92
@@ -100,12 +101,13 @@ def open_display(
 
 
 def advancing(display: Display) -> Callable[[int], None]:
-    """Return a function that advances a display's progress by a count, for work in irregular portions."""
+    """Return a function that advances a display by a count, for work in irregular portions: each a sign of life."""
     done = 0
 
     def advance(count: int) -> None:
         nonlocal done
         done += count
+        alive()
         display.update(done, {})
 
     return advance

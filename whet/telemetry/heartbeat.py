@@ -4,25 +4,28 @@ A background thread rewrites RUN/heartbeats/rank_0.json about once per second; `
 watchers share that thread's clock, because neither detects everything:
 
 - the thread detects a training thread without heartbeats; it writes all stacks and reports what happened;
-- a timer inside `faulthandler`, which the thread re-arms in every round, needs no interpreter: it detects a C call that
-  never releases the GIL, so that no Python thread can run or print. It can only write the stacks and end the process.
+- timers of the C library, which the thread re-arms in every round, need no interpreter: they detect a C call that never
+  releases the GIL, so that no Python thread can run or print. `faulthandler` then writes the stacks, a shell prints the
+  line, and the process ends.
 
 Processes of `whet.sandbox` end by themselves when the socket of the process that started them closes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import math
 import os
+import shlex
 import socket
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from whet.cli import escape
 from whet.ranks import collectives as distributed
@@ -48,29 +51,138 @@ class _Beat(NamedTuple):
     number: int
 
 
+class _SigEvent(ctypes.Structure):
+    """`struct sigevent` of 64-bit Linux, for SIGEV_THREAD."""
+
+    _fields_ = [
+        ("value", ctypes.c_void_p),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("rest", ctypes.c_char * 32),
+    ]
+
+
+class _Timer:
+    """Calls a function of the C library after some seconds, in a thread of its own that needs no interpreter.
+
+    Args:
+        function: Its name; it takes one word.
+        argument: The word: a number or an address.
+
+    Raises:
+        OSError, AttributeError: Where there are no such timers (macOS).
+    """
+
+    _SIGEV_THREAD, _CLOCK_MONOTONIC = 2, 1
+
+    def __init__(self, function: str, argument: int) -> None:
+        # Not CDLL, which lets go of the interpreter: who takes it then may be the one that never gives it back.
+        self._library = ctypes.PyDLL(None, use_errno=True)
+        address = ctypes.cast(getattr(self._library, function), ctypes.c_void_p).value
+        event = _SigEvent(argument, 0, self._SIGEV_THREAD, address, None)
+        self._timer = ctypes.c_void_p()
+        if self._library.timer_create(self._CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)):
+            raise OSError(ctypes.get_errno(), "timer_create")
+
+    def arm(self, seconds: float) -> None:
+        """Call it so many seconds from now, and not when it was to be called before; 0 for never."""
+        whole = int(seconds)
+        # struct itimerspec: the interval (none), then the first time
+        times = (ctypes.c_long * 4)(0, 0, whole, int((seconds - whole) * 1e9))
+        self._library.timer_settime(self._timer, 0, times, None)
+
+    def close(self) -> None:
+        """Call it no more."""
+        self._library.timer_delete(self._timer)
+
+
+class _Deadline:
+    """Ends the process with `EXIT_HUNG` and a line on stderr, unless it is put off in time; needs no interpreter.
+
+    Where the C library has no such timers, `faulthandler` ends the process, with its own status and without the line.
+
+    Args:
+        stacks: Where all stacks are written before.
+    """
+
+    MAX_COMMAND = 8192
+    SPEAK_S, END_S = 0.3, 0.8
+    """Seconds from the stacks until the line is printed, and until the process ends."""
+
+    def __init__(self, stacks: TextIO) -> None:
+        self._stacks = stacks
+        self._command = ctypes.create_string_buffer(self.MAX_COMMAND)
+        self._timers: tuple[_Timer, _Timer] | None = None
+        with suppress(OSError, AttributeError):
+            self._timers = (
+                _Timer("system", ctypes.addressof(self._command)),
+                _Timer("_exit", EXIT_HUNG),
+            )
+
+    def put_off(self, seconds: float, line: str) -> None:
+        """End the process so many seconds from now, with this line, instead of when it was to end before."""
+        command = f"printf '%s\\n' {shlex.quote(line)} >&2".encode()
+        if self._timers is not None:
+            speak, end = self._timers
+            speak.arm(0)  # it must not read half a command
+            self._command.value = command if len(command) < self.MAX_COMMAND else b":"
+            speak.arm(seconds + self.SPEAK_S)
+            end.arm(seconds + self.END_S)
+        faulthandler.dump_traceback_later(seconds, exit=self._timers is None, file=self._stacks)
+
+    def close(self) -> None:
+        """Let the process live."""
+        for timer in self._timers or ():
+            timer.arm(0)
+            timer.close()
+        self._timers = None
+        faulthandler.cancel_dump_traceback_later()
+
+
+_current: Heartbeat | None = None
+
+
+def current() -> Heartbeat | None:
+    """Return the heartbeat that is entered in this process."""
+    return _current
+
+
+def alive(phase: str = "") -> None:
+    """Record a sign of life, from wherever some of the work is done.
+
+    Args:
+        phase: What comes next; '' for more of the phase that is under way.
+    """
+    if _current is not None:
+        _current.go_on(phase)
+
+
 class Heartbeat:
     """Heartbeats of one rank, and their watchdog; a context manager, one per process at a time.
 
     A process that was stopped (Ctrl-Z) for longer than the limit ends when it continues: by the clock it is a hang.
 
     Args:
-        folder: Run folder.
+        folder: Run folder; None before there is one: stacks are then written to stderr, and nothing else is.
         rank: This process's rank.
         timeout_s: Seconds without a heartbeat after which the process ends; 0 for never.
+        phase: What comes first.
 
     Raises:
         ValueError: If `timeout_s` is not a number of seconds.
         UserError: On entering, if the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, rank: int, *, timeout_s: float) -> None:
+    def __init__(self, folder: Path | None, rank: int, *, timeout_s: float, phase: str = "start") -> None:
         if not 0 <= timeout_s < math.inf:
             raise ValueError(f"timeout_s = {timeout_s}: expected 0 or more")
         self._run, self._rank, self._timeout_s = folder, rank, timeout_s
-        self._path = folder / FOLDER / f"rank_{rank}.json"
-        self._stacks_path = self._path.with_suffix(".stacks.txt")
+        self._path = folder / FOLDER / f"rank_{rank}.json" if folder is not None else None
+        self._stacks_path = self._path.with_suffix(".stacks.txt") if self._path is not None else None
         self._interval_s = min(INTERVAL_S, timeout_s / 4) if timeout_s else INTERVAL_S
-        self._beat = _Beat("start", 0, time.monotonic(), 0)
+        self._beat = _Beat(phase, 0, time.monotonic(), 0)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
@@ -83,60 +195,87 @@ class Heartbeat:
         """
         self._beat = _Beat(phase, step, time.monotonic(), self._beat.number + 1)
 
+    def go_on(self, phase: str = "") -> None:
+        """Record a heartbeat of the same step, and of the same phase unless another begins."""
+        self.beat(phase or self._beat.phase, self._beat.step)
+
     def __enter__(self) -> Heartbeat:
+        global _current
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            for stale in self._path.parent.glob(f".{self._path.name}.*.partial"):  # of a killed process
-                stale.unlink(missing_ok=True)
-            # Opened now: at a hang there may be no descriptors left. The file stays empty unless something hangs.
-            self._stacks = self._stacks_path.open("w", encoding="utf-8", errors="backslashreplace")
+            if self._path is None or self._stacks_path is None:
+                self._stacks = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace")
+            else:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                for stale in self._path.parent.glob(f".{self._path.name}.*.partial"):  # of a killed process
+                    stale.unlink(missing_ok=True)
+                # Opened now: at a hang there may be no descriptors left. It stays empty unless something hangs.
+                self._stacks = self._stacks_path.open("w", encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise UserError(f"{self._stacks_path}: cannot be written ({error.strerror})") from None
-        self.beat("start", 0)
+        self._deadline = _Deadline(self._stacks) if self._timeout_s else None
+        self.go_on()
         self._write("running")
+        self._put_off()
         self._thread.start()
+        _current = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        global _current
+        _current = None
         self._over.set()
         self._thread.join()
         self._stacks.close()
-        self._stacks_path.unlink(missing_ok=True)
+        if self._stacks_path is not None:
+            self._stacks_path.unlink(missing_ok=True)
         state, reason = _ending(error)
         self._write(state, reason)
 
+    def _put_off(self) -> None:
+        if self._deadline is not None:
+            beat, seconds = self._beat, self._timeout_s + self._interval_s
+            where = f"in or after phase '{beat.phase}' of step {beat.step}"
+            reason = (
+                f"no sign of life for {seconds:.0f} s {where}, in a call that keeps the interpreter to itself"
+            )
+            self._deadline.put_off(seconds, f"whet: error: {escape(self._line(reason))}")
+
     def _watch(self) -> None:
         while True:
-            if self._timeout_s:
-                faulthandler.dump_traceback_later(
-                    self._timeout_s + self._interval_s, exit=True, file=self._stacks
-                )
-                if time.monotonic() - self._beat.at > self._timeout_s:
-                    self._hang()
+            self._put_off()
+            if self._deadline is not None and time.monotonic() - self._beat.at > self._timeout_s:
+                self._hang(self._deadline)
             self._write("running")
             if self._over.wait(self._interval_s):
                 break
-        if self._timeout_s:
-            faulthandler.cancel_dump_traceback_later()
+        if self._deadline is not None:
+            self._deadline.close()
 
-    def _hang(self) -> None:
+    def _line(self, reason: str) -> str:
+        stacks = f"stacks of all threads: {self._stacks_path or 'above or below'}"
+        remedy = (
+            "start it again"
+            if self._run is None
+            else f"see 'whet doctor hang {self._run}', and continue with --resume"
+        )
+        return f"rank {self._rank} hangs: {reason}; {stacks}; {remedy}"
+
+    def _hang(self, deadline: _Deadline) -> None:
         """Record and report what hangs where, and end the process."""
         try:
-            faulthandler.dump_traceback_later(GRACE_S, exit=True, file=self._stacks)
             beat, collective = self._beat, distributed.current_collective()
             waiting = f", waiting for other ranks in '{collective}'" if collective else ""
             reason = (
                 f"no sign of life for {time.monotonic() - beat.at:.0f} s in phase '{beat.phase}' of step "
                 f"{beat.step}{waiting}"
             )
-            line = (
-                f"rank {self._rank} hangs: {reason}; stacks of all threads: {self._stacks_path}; see "
-                f"'whet doctor hang {self._run}', and continue with --resume"
-            )
+            line = self._line(reason)
+            deadline.put_off(GRACE_S, f"whet: error: {escape(line)}")
             with suppress(OSError):
-                self._stacks.write(line + "\n")
+                if self._stacks_path is not None:
+                    self._stacks.write(line + "\n")
                 self._stacks.flush()
                 faulthandler.dump_traceback(self._stacks, all_threads=True)
             self._write("hung", reason)
@@ -147,6 +286,8 @@ class Heartbeat:
             os._exit(EXIT_HUNG)
 
     def _write(self, state: str, reason: str = "") -> None:
+        if self._path is None:
+            return
         beat = self._beat
         content = {
             "rank": self._rank,

@@ -61,7 +61,16 @@ from whet.train.optim.safety import SafetyConfig, TokenBudget
 from whet.train.optim.step import OptimConfig, forward_backward
 from whet.train.rollout.order import EpochOrder
 from whet.train.run import Run
-from whet.train.session import OnStep, begin, end_check, finish, load_trained, open_folder, write_origin
+from whet.train.session import (
+    OnStep,
+    begin,
+    end_check,
+    finish,
+    load_trained,
+    open_folder,
+    watched,
+    write_origin,
+)
 from whet.types import MicroBatch, Problem, Task, UnreadError, UserError
 
 # Pairs as micro-batches, and the log-probabilities of their completions.
@@ -678,6 +687,7 @@ def pair_problems(config: DPOConfig, policy: Policy) -> tuple[Task, list[Problem
     return task, fitting_problems(policy, problems, min_new_tokens=config.sampling.max_new_tokens)
 
 
+@watched()
 def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None = None) -> Policy:
     """Run the training, write its run folder (without a report) and return the trained policy.
 

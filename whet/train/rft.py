@@ -17,6 +17,7 @@ from whet.ranks.collectives import all_reduce_sum, barrier, rank, shard
 from whet.ranks.fsdp import ParallelConfig, gathered
 from whet.storage.checkpoint import Resume
 from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task, told_of
+from whet.telemetry.heartbeat import alive
 from whet.telemetry.trackers import TrackConfig
 from whet.train.data.harvest import (
     Row,
@@ -36,7 +37,16 @@ from whet.train.optim.step import OptimConfig
 from whet.train.rollout.order import EpochOrder
 from whet.train.rollout.rollout import RolloutParams, collect_groups, longest_sequence
 from whet.train.run import Run
-from whet.train.session import OnStep, begin, end_check, finish, load_trained, open_folder, write_origin
+from whet.train.session import (
+    OnStep,
+    begin,
+    end_check,
+    finish,
+    load_trained,
+    open_folder,
+    watched,
+    write_origin,
+)
 from whet.train.sft import train_step
 from whet.types import Problem, Task, UserError
 
@@ -159,6 +169,7 @@ def load_rft(config: RFTConfig, *, weights: bool = True) -> tuple[Policy, Task, 
     return policy, task, problems, held_out
 
 
+@watched()
 def train(config: RFTConfig, *, resume: Resume = False, on_step: OnStep | None = None) -> Policy:
     """Run all rounds, write the run folder (without a report) and return the trained policy.
 
@@ -211,6 +222,7 @@ def train(config: RFTConfig, *, resume: Resume = False, on_step: OnStep | None =
                 continue
             done = stored_round(folder, number)
             if done is None:
+                alive("sample")
                 with gathered(policy.model):
                     before = validate() if held_out and number == 0 else {}
                     kept, counts = sample_round(config, policy, task, problems, number)

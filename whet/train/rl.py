@@ -31,6 +31,7 @@ from whet.storage.commit import commit_folder
 from whet.tasks.base import told_of
 from whet.telemetry.hardware import step_metrics
 from whet.telemetry.health import dead_reason, past_rows
+from whet.telemetry.heartbeat import alive
 from whet.telemetry.spans import span, spanned
 from whet.train.objective.advantage import with_advantages, without_advantages
 from whet.train.objective.objective import Objective
@@ -44,7 +45,7 @@ from whet.train.rollout.rollout import age_metrics, longest_sequence, rollout_me
 from whet.train.rollout.self_play import SelfPlayOrder
 from whet.train.rollout.source import Collected, DataOrder, RolloutSource
 from whet.train.run import Held, Run
-from whet.train.session import TrainStep, begin, end_check, finish, open_folder, write_origin
+from whet.train.session import TrainStep, begin, end_check, finish, open_folder, watched, write_origin
 from whet.train.setup import audit_parts, load_rl
 from whet.types import Group, Problem, Task, UserError
 
@@ -109,6 +110,11 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
     Raises:
         UserError: If inputs do not fit together, or the run cannot go on.
     """
+    with watched():
+        return (yield from _steps(config, resume))
+
+
+def _steps(config: RLConfig, resume: Resume) -> Generator[TrainStep, None, Policy]:
     tracking = begin(config)
     config = resolve_precision(config)
     setup = load_rl(config)
@@ -118,7 +124,9 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
     write_origin(config, setup.problems, task)
     held_out = _held_out(config, policy, task)
     with gathered(policy.model):
+        alive("probe")
         probe = probe_policy(policy, config.sampling)
+        alive("curriculum")
         kept, notes = select_problems(
             policy,
             task,
@@ -128,6 +136,7 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
             sampling=config.sampling,
             seed=config.seed,
         )
+    alive("set up")
     if setup.num_left_out:
         count = len(setup.problems) + setup.num_left_out
         notes.insert(0, f"{setup.num_left_out} of {count} prompts do not fit the context; left out")

@@ -11,7 +11,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ from whet.storage.commit import DiskFullError, commit_folder
 from whet.storage.folder import check_folder, displaced, open_run
 from whet.tasks.base import told_of
 from whet.tasks.quarantine import write_quarantine
+from whet.telemetry import heartbeat
 from whet.telemetry.heartbeat import SHOW_CURSOR, Heartbeat
 from whet.telemetry.log import replace_file
 from whet.telemetry.provenance import inputs_of, write_environment, write_provenance
@@ -269,8 +271,8 @@ def _refuse_whole(config: RunConfig, policy: Policy) -> None:
 def written_date(folder: Path) -> str:
     """Return the date that a run's prompts were written with, for a resume on another day; '' before its first
     checkpoint, or if its template has none."""
-    paths = (folder / "protocol.json", *sorted(folder.glob("checkpoints/*/protocol.json")))
-    path = next((path for path in paths if path.is_file()), None)
+    saved = sorted(folder.glob("checkpoints/[!.]*/protocol.json"))  # no half-written one in a hidden folder
+    path = next((path for path in (folder / "protocol.json", *saved) if path.is_file()), None)
     date = read_json(path).get("date", "") if path is not None else ""
     return date if isinstance(date, str) else ""
 
@@ -284,8 +286,28 @@ def begin(config: RunConfig) -> Tracking:
     return Tracking(config.track, Path(config.out), enabled=rank() == 0)
 
 
+@contextmanager
+def watched() -> Iterator[None]:
+    """Around a whole training: end the heartbeat that `open_folder` began, and note how it ended.
+
+    It begins before the first step, where a run may hang as well (curriculum, judge, samplers), and lasts from one
+    session to the next where a program samples in between.
+    """
+    try:
+        yield
+    except BaseException as error:
+        _end_heartbeat(error)
+        raise
+    _end_heartbeat(None)
+
+
+def _end_heartbeat(error: BaseException | None) -> None:
+    if (beating := heartbeat.current()) is not None:
+        beating.__exit__(None if error is None else type(error), error, None)
+
+
 def open_folder(config: RunConfig, *, resume: Resume) -> Path:
-    """Make the run folder or check that it may go on; return it once all ranks can use it."""
+    """Make the run folder or check that it may go on; return it once all ranks can use it. Begin the heartbeat."""
     folder = Path(config.out)
 
     def prepare() -> None:
@@ -294,6 +316,7 @@ def open_folder(config: RunConfig, *, resume: Resume) -> Path:
         print(f"whet: kernels: {facts['kernels']}", flush=True)
 
     on_main(prepare)
+    Heartbeat(folder, rank(), timeout_s=config.safety.hang_timeout_s).__enter__()
     return folder
 
 
@@ -480,14 +503,12 @@ class Session:
         self._config = config.safety
         self._writer = Writer(background=self._config.background and not is_distributed())
         self._logs = LogHashes(self._folder)
-        self._heartbeat = Heartbeat(self._folder, rank(), timeout_s=self._config.hang_timeout_s)
         self._signal, self._signalled_at, self._stop = 0, -math.inf, 0
         self._handlers: dict[int, Any] = {}
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         self._saved_at = time.monotonic()
 
     def __enter__(self) -> Session:
-        self._heartbeat.__enter__()
         if threading.current_thread() is threading.main_thread():
             self._handlers = {
                 number: signal.signal(number, self._on_signal)
@@ -507,7 +528,6 @@ class Session:
                 raise
             print(f"whet: warning: {failed}", file=sys.stderr, flush=True)
         finally:
-            self._heartbeat.__exit__(kind, error, trace)
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
 
@@ -528,7 +548,8 @@ class Session:
 
     def beat(self, phase: str, step: int) -> None:
         """Say what is done next, in which step: a sign of life."""
-        self._heartbeat.beat(phase, step)
+        if (beating := heartbeat.current()) is not None:
+            beating.beat(phase, step)
 
     def is_due(self, step: int) -> bool:
         """Say whether a step is to be saved, the same on all ranks; raise what went wrong in an earlier save.

@@ -20,13 +20,14 @@ from whet.generate.reward_model import RewardModel, messages_of
 from whet.generate.rows import Sampler
 from whet.generate.sampling import SamplingParams
 from whet.model.config import has_experts
-from whet.ranks.collectives import world_size
+from whet.ranks.collectives import rank, world_size
 from whet.rewards.base import EPISODE, JUDGE, MODEL, REWARDS, Item, ManyScores, WeightedReward, build_rewards
 from whet.rewards.judge.judge import LOCAL, AskBatch, Judge, JudgeConfig
 from whet.schema import ResponseSchema
 from whet.tasks.base import answer_type_of, check_gold, load_task
 from whet.tasks.mixture import PART
 from whet.tasks.tools import environment_for
+from whet.telemetry.heartbeat import Heartbeat
 from whet.train.rl_config import RLConfig
 from whet.train.rollout.order import data_order
 from whet.train.rollout.rollout import Rollout, collect_groups
@@ -248,12 +249,17 @@ def audit_parts(setup: RLSetup) -> list[str]:
     failures = []
     if setup.config.teacher.is_given and not any(setup.config.reward_weights.values()):
         return failures  # the teacher teaches alone: rewards of weight 0 tell nothing apart
-    for part in {problem.meta.get(PART): None for problem in setup.problems}:
-        own = [problem for problem in setup.problems if problem.meta.get(PART) == part]
-        try:
-            failures += preflight(setup.task, setup.rewards, setup.policy.schema, own)
-        except UserError as error:
-            if setup.config.preflight == "stop":
-                raise
-            failures.append(str(error))
+    limit = setup.config.safety.hang_timeout_s
+    with Heartbeat(
+        None, rank(), timeout_s=limit, phase="preflight"
+    ) as heartbeat:  # no folder to write to yet
+        for part in {problem.meta.get(PART): None for problem in setup.problems}:
+            own = [problem for problem in setup.problems if problem.meta.get(PART) == part]
+            heartbeat.go_on()
+            try:
+                failures += preflight(setup.task, setup.rewards, setup.policy.schema, own)
+            except UserError as error:
+                if setup.config.preflight == "stop":
+                    raise
+                failures.append(str(error))
     return failures

@@ -46,6 +46,7 @@ from whet.train.session import (
     finish,
     load_trained,
     open_folder,
+    watched,
     write_origin,
 )
 from whet.types import MicroBatch, Problem, Task, UserError
@@ -263,6 +264,7 @@ def validation_rows(config: SFTConfig, policy: Policy, task: Task) -> list[Probl
     return demonstrate(policy, rows, turns=config.turns, too_long=config.too_long).problems
 
 
+@watched()
 def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None = None) -> Policy:
     """Run the training, write its run folder (without a report) and return the trained policy.
 

@@ -126,6 +126,41 @@ REWARD_ATTACKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "huge integer": ("def f(n): return 9 ** 100000", _SQUARE),
     "value that contains itself": ("def f(n):\n x = []; x.append(x); return x", _SQUARE),
     "duplicate keys": ("class D(dict):\n def items(s): return [(1, 1), (1, 9)]\ndef f(n): return D(a=1)", _SQUARE),
+    "length and loop that differ": (
+        "class A:\n def __len__(s): return 5\n def __iter__(s): return iter([])\ndef f(n): return A()",
+        ("r = f(1)\nassert len(r) == 5 and all(0 <= x < 10 for x in r)",),
+    ),
+    "second loop without items": (
+        "class A:\n n = 0\n def __iter__(s):\n  s.n += 1\n  return iter([99] * 5 if s.n == 1 else [])\n"
+        "def f(n): return A()",
+        ("r = f(1)\nassert len(list(r)) == 5 and all(0 <= x < 10 for x in r)",),
+    ),
+    "every member": ("class A:\n def __contains__(s, o): return True\ndef f(n): return A()", ("assert 9 in f(3)",)),
+    "sorted by index only": (
+        "class A:\n def __len__(s): return 3\n def __getitem__(s, i): return i\n"
+        " def __iter__(s): return iter([3, 1, 2])\ndef f(n): return A()",
+        ("r = f([3, 1, 2])\nassert sorted(r) == [1, 2, 3] and all(r[i] < r[i + 1] for i in range(2))",),
+    ),
+    "method that says yes": (
+        "class A:\n def startswith(s, o): return True\ndef f(n): return A()",
+        ("assert f(1).startswith('one')",),
+    ),
+    "exception in the place of a function": (
+        "class f(Exception): pass\ndef g(x): return 'abc'",
+        ("assert g(f('abc')) == 'abc'",),
+    ),
+    "module in the place of a function": (
+        "import types\nf = types.ModuleType('f')\ndef g(x): return 'abc'",
+        ("assert g(f('abc')) == 'abc'",),
+    ),
+    "result too deep to give back": (
+        "def f(n):\n r = n\n for _ in range(99): r = [r]\n return r\ndef g(x): return 'abc'",
+        ("assert g([[f('abc')]]) == 'abc'",),
+    ),
+    "result too large to give back": (
+        "def f(n): return 'x' * 7_000_000\ndef g(x): return 'abc'",
+        ("r = f('abc')\nassert g([r, r]) == 'abc'",),
+    ),
     "length that lies": (
         "class A:\n def __len__(s): return 9\n def __iter__(s): return iter([])\ndef f(n): return A()",
         ("assert list(f(3)) == [9]",),

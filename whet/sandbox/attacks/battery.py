@@ -48,6 +48,7 @@ class Runner(Protocol):
         *,
         setup: str = "",
         names: Sequence[str] = (),
+        has_objects: bool = False,
         timeout_s: float = 10.0,
         memory_mib: int = 512,
     ) -> TestsVerdict:

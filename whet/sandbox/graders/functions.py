@@ -41,7 +41,7 @@ class TestResult:
             `ole`, `killed` as in `Verdict`; `infra_error` the test cannot run this way, or the sandbox failed.
         message: One line for people.
         seconds: Wall time.
-        num_calls: How often the test called the program.
+        num_calls: How often the test asked the program for something.
     """
 
     __test__ = False  # not for pytest to collect
@@ -77,15 +77,19 @@ class TestsVerdict:
 
     @property
     def scores(self) -> dict[str, float]:
-        """Partial credit, each from 0 to 1: `syntax`, `imports`, `runs`, and `tests`, the share that is ok."""
+        """Partial credit, each from 0 to 1: `syntax`, `imports`, `runs`, and `tests`, the share that is ok.
+
+        A test that passes without asking the program anything (`assert True`) counts for nobody.
+        """
         stages: tuple[Stage, ...] = ("syntax", "import", "run", "done")
         reached = stages.index(self.program.stage)
-        passed = sum(result.status == "ok" for result in self.results)
+        counted = [result for result in self.results if result.status != "ok" or result.num_calls]
+        passed = sum(result.status == "ok" for result in counted)
         return {
             "syntax": float(reached > 0),
             "imports": float(reached > 1),
             "runs": float(reached > 2),
-            "tests": passed / len(self.results) if self.results else 0.0,
+            "tests": passed / len(counted) if counted else 0.0,
         }
 
 
@@ -99,13 +103,15 @@ class _Pair:
         self, stack: ExitStack, supervisor: Supervisor, code: str, setup: str, **limits: Any
     ) -> None:
         names: Sequence[str] = limits.pop("names")
+        has_objects: bool = limits.pop("has_objects")
         self.timeout_s: float = limits.pop("timeout_s")
 
         def start(payload: dict[str, Any]) -> Process:
             return stack.enter_context(Process(supervisor, payload, **limits))
 
         self.program = start({"role": "serve", "code": code})
-        self.tests = start({"role": "judge", "code": setup, "names": list(names)})
+        judge = {"role": "judge", "code": setup, "names": list(names), "has_objects": has_objects}
+        self.tests = start(judge)
         self.both = (self.program, self.tests)
         self.is_broken = False
 
@@ -208,6 +214,7 @@ def run_function_tests(
     *,
     setup: str,
     names: Sequence[str],
+    has_objects: bool,
     timeout_s: float,
     memory_mib: int,
     max_output_bytes: int,
@@ -233,6 +240,7 @@ def run_function_tests(
                 code,
                 setup,
                 names=names,
+                has_objects=has_objects,
                 timeout_s=timeout_s,
                 memory_mib=memory_mib,
                 cpu_s=cpu_limit(timeout_s * (len(tests) + 2)),

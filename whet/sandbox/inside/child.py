@@ -82,7 +82,7 @@ def main(
     _open_streams()
     role, code = payload["role"], payload["code"]
     if role == "judge":
-        remote.judge(CHANNEL_FD, code, payload["names"])
+        remote.judge(CHANNEL_FD, code, payload["names"], payload["has_objects"])
         _finish(0, {})
     if role == "run":
         os.close(CHANNEL_FD)

@@ -12,7 +12,7 @@ import json
 import operator
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -132,9 +132,11 @@ class _UntestableError(Exception):
 class _Connection:
     """The tests' side of the channel, and what happened on it during a test."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, has_objects: bool) -> None:
         self.fd = fd
+        self.has_objects = has_objects
         self.num_calls = 0
+        self.is_influenced = False
         self.errors: dict[str, type[Exception]] = {}
         self.raised: list[BaseException] = []
         self.untestable = ""
@@ -174,6 +176,7 @@ class _Connection:
         number = _number_of(value)
         if number is None:
             self.untestable = f"the test passes an object of type {type(value).__name__} to the program"
+            self.is_influenced = self.is_influenced or self.num_calls > 0
             raise _UntestableError(self.untestable)
         return number
 
@@ -181,17 +184,54 @@ class _Connection:
         return Remote(self, number)
 
 
-class Remote:
-    """A handle to an object of the program: tests can call it, read it and iterate over it; it equals nothing."""
+_REFUSED = "the program gave an object, whose attributes tests read and set only if the problem has objects"
 
-    __slots__ = ("_connection", "_target")
+
+class Remote:
+    """A handle to an object of the program; it equals nothing.
+
+    Tests can call it, pass it back and loop over it. Unless they ask for objects, it is asked for its items once, and
+    loops, `len`, `in`, `[]` and `bool` read that one copy: otherwise an object could have five items for `len`, none
+    for a loop, and every member it is asked about.
+    """
+
+    __slots__ = ("_connection", "_items", "_num_taken", "_source", "_target")
 
     def __init__(self, connection: _Connection, target: str | int) -> None:
-        object.__setattr__(self, "_connection", connection)
-        object.__setattr__(self, "_target", target)
+        for name, value in (
+            ("_connection", connection),
+            ("_target", target),
+            ("_items", []),
+            ("_num_taken", 0),
+            ("_source", None),
+        ):
+            object.__setattr__(self, name, value)
 
     def _ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
         return self._connection.ask(operation, self._target, *args, **kwargs)
+
+    def _item(self, position: int) -> Any:
+        """Return an item of the copy; StopIteration where it ends."""
+        if self._source is None:
+            object.__setattr__(self, "_source", self._ask("iter"))
+        while position >= len(self._items):
+            source = self._source
+            try:
+                self._items.append(source._ask("next") if type(source) is Remote else next(source))
+            except StopIteration:
+                object.__setattr__(self, "_source", iter(()))  # an end is an end
+                raise
+        return self._items[position]
+
+    def _copied(self) -> Iterator[Any]:
+        position = self._num_taken
+        while True:
+            try:
+                item = self._item(position)
+            except StopIteration:
+                return
+            yield item
+            position += 1
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""
@@ -200,31 +240,55 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if not self._connection.has_objects:
+            raise AttributeError(f"{name}: {_REFUSED}")
         return self._ask("get", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if not self._connection.has_objects:
+            raise AttributeError(f"{name}: {_REFUSED}")
         self._ask("set", name, value)
 
     def __iter__(self) -> Any:
-        return self._ask("iter")
+        if self._connection.has_objects:
+            return self._ask("iter")
+        if self._source is None:
+            object.__setattr__(self, "_source", self._ask("iter"))  # here, for a TypeError in its place
+        return self._copied()
 
     def __next__(self) -> Any:
-        return self._ask("next")
+        if self._connection.has_objects:
+            return self._ask("next")
+        item = self._item(self._num_taken)
+        object.__setattr__(self, "_num_taken", self._num_taken + 1)
+        return item
 
     def __len__(self) -> int:
-        return self._ask("len")
+        return self._ask("len") if self._connection.has_objects else sum(1 for _ in self)
 
     def __bool__(self) -> bool:
-        return self._ask("bool") is True
+        if self._connection.has_objects:
+            return self._ask("bool") is True
+        try:
+            items = iter(self)
+        except TypeError:
+            return True
+        return any(True for _ in items)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._ask("item", key)
+        if self._connection.has_objects:
+            return self._ask("item", key)
+        return list(self)[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        if not self._connection.has_objects:
+            raise TypeError(_REFUSED)
         self._ask("set_item", key, value)
 
     def __contains__(self, item: Any) -> bool:
-        return self._ask("contains", item) is True
+        if self._connection.has_objects:
+            return self._ask("contains", item) is True
+        return any(item is own or item == own for own in self)
 
     def __str__(self) -> str:
         return self._ask("str")
@@ -260,32 +324,37 @@ class _Names(dict[str, Any]):
         kind = self.kinds.get(name)
         is_entry = name in self.entries
         if kind is None or (not is_entry and hasattr(builtins, name)):
+            self.connection.is_influenced = True
             raise KeyError(name)
         if kind == "module":  # the real module, loaded here: tests may rely on an import of the program
+            self.connection.is_influenced = True
             return importlib.import_module(name)
         if self.entries and not is_entry:
             raise KeyError(name)
         if kind == "exception":
+            self.connection.num_calls += 1
             error = type(name, (ProgramError,), {})
             return self.connection.errors.setdefault(name, error)
         return Remote(self.connection, name) if kind == "object" else self.connection.ask("self", name)
 
 
-def judge(fd: int, setup: str, entries: Sequence[str]) -> None:
+def judge(fd: int, setup: str, entries: Sequence[str], has_objects: bool) -> None:
     """Run tests against a program that another process serves, until the other side has gone.
 
     Args:
         fd: The channel.
         setup: Code that runs before the first test; all tests see what it defines.
         entries: The names that the program must define; () for any that the tests use.
+        has_objects: Whether the tests may use the program's objects as their own.
     """
-    connection = _Connection(fd)
+    connection = _Connection(fd, has_objects)
     kinds = _read_kinds(read_frame(fd))
     base = _Names(connection, kinds, entries)
     outcome, names = _attempt(connection, setup, base), {}
     if outcome[0] == "ok":
         names = {name: value for name, value in base.items() if name not in entries}
     write_frame(fd, b"s" + json.dumps(outcome).encode())
+    is_setup_influenced = connection.is_influenced or connection.num_calls > 0
     while True:
         try:
             code = read_frame(fd).decode("utf-8", "surrogatepass")
@@ -293,6 +362,7 @@ def judge(fd: int, setup: str, entries: Sequence[str]) -> None:
             return
         scope = _Names(connection, kinds, entries)
         scope.update(names)
+        connection.is_influenced = is_setup_influenced
         write_frame(fd, b"r" + json.dumps(_attempt(connection, code, scope)).encode())
 
 
@@ -312,6 +382,8 @@ def _attempt(connection: _Connection, code: str, scope: _Names) -> tuple[str, st
     status, message = "ok", ""
     try:
         compiled = compile(code, "test.py", "exec", dont_inherit=True)
+    except MemoryError as error:  # an earlier test may have filled it with what the program sent
+        return "wrong", f"the test does not compile: {error}", 0
     except Exception as error:  # not the program's fault
         return "infra_error", f"the test does not compile: {error}"[:500], 0
     try:
@@ -323,5 +395,8 @@ def _attempt(connection: _Connection, code: str, scope: _Names) -> tuple[str, st
         except BaseException:
             message = type(error).__name__
     if connection.untestable:
-        status, message = "infra_error", connection.untestable
+        # Only a test that got here without any word of the program is at fault itself. All else the program could
+        # choose, and one that can make itself unjudgeable is never wrong.
+        status = "wrong" if connection.is_influenced else "infra_error"
+        message = connection.untestable
     return status, message, connection.num_calls

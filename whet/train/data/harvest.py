@@ -15,6 +15,7 @@ from whet.eval.grade import Grade
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.ranks.collectives import all_gather_values, rank, shard
+from whet.storage.commit import sync
 from whet.telemetry.display import advancing, open_display
 from whet.train.rollout.rollout import RolloutParams, collect_groups
 from whet.types import Problem, Sample, Task, UserError
@@ -153,10 +154,11 @@ def _digest(data: bytes) -> str:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write a file atomically."""
+    """Write a file atomically; when this returns, a power cut no longer takes it away, nor puts the old one back."""
     temporary = path.with_suffix(".partial")
     with temporary.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+    sync(path.parent)
