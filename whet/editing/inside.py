@@ -101,7 +101,7 @@ def _one(prompt: str, subject: str, answer: str) -> Fact:
 def main(config: TraceConfig) -> None:
     """Write trace.json and trace.html, and print the effect of each layer."""
     facts = _facts(config)
-    policy = load_policy(config.policy, seed=config.seed, plain=True)
+    policy = load_policy(config.policy, seed=config.seed, plain=True, steers=True)
     folder = Path(config.out or dated("trace"))
     open_run(folder, dump_yaml(config), resumable=False)
     if config.facts:

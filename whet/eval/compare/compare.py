@@ -272,7 +272,7 @@ def check(config: CompareConfig, resume: bool) -> None:
     told: list[str] = []
     if config.prompts:
         for policy in (_policy_of(config, place) for place in places):
-            load_policy(policy, seed=config.seed, weights=False)
+            load_policy(policy, seed=config.seed, weights=False, steers=True)
     else:
         for number, job in _jobs(config, places, names, folder).items():
             told += [f"{names[number]}: {line}" for line in evaluate.inspect(job)]
@@ -331,7 +331,7 @@ def _ask(
     asked = Asked(folder, name, policy.init)
     problems = [own_problem(prompt) for prompt in dict.fromkeys(prompts)]
     asked.ask(
-        load_policy(policy, seed=config.seed),
+        load_policy(policy, seed=config.seed, steers=True),
         problems,
         num_samples=config.prompt_samples,
         sampling=config.sampling,
