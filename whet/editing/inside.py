@@ -12,11 +12,11 @@ from whet.cli import Program
 from whet.config import align, dump_yaml
 from whet.editing.edit import NO_MODEL
 from whet.editing.facts import Fact, read_fact, read_facts
-from whet.editing.figures import bars, heat_map
 from whet.editing.sites import Reader, find_memories, mark_subject
 from whet.editing.trace import KINDS, answer_id, attention_maps, attribution, causal_trace, locate, logit_lens
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.lora.files import find_model
+from whet.report.figures import bars, heat_map
 from whet.report.page import render
 from whet.report.plots import COLOURS
 from whet.storage.folder import check_folder, dated, open_run

@@ -1,4 +1,4 @@
-"""`whet steer MODEL --pairs FILE --out DIR`: a direction of what a model says, found from pairs of contrasting texts."""
+"""`whet steer MODEL --pairs FILE --out DIR`: a direction of what a model says, from pairs of contrasting texts."""
 
 from __future__ import annotations
 
@@ -263,9 +263,7 @@ def main(config: SteerConfig) -> None:
     option = f"--policy.steering {shlex.quote(config.out)}=1"
     model = shlex.quote(config.policy.init)
     print(f"\ndone: {config.out}")
-    print(
-        f"next: whet chat {model} {option} | whet serve {model} {option} | whet eval TASK --policy.init {model} {option}"
-    )
+    print(f"next: whet chat {model} {option} | whet eval TASK --policy.init {model} {option}")
 
 
 PROGRAM = Program(config_class=SteerConfig, main=main, plan=plan, check=check, positional="policy.init")

@@ -38,8 +38,8 @@ def describe_weights(config: PolicyConfig, policy: Policy) -> dict[str, Any]:
 
     Returns:
         init; folder and sha256 of the base's files (`sha256_of_all` of `whet.telemetry.provenance.describe_model`), of
-        all parameters if there are no files; adapter, the hash of a LoRA adapter on it, or None; steering, where vectors
-        are added, the hashes of those with their strengths.
+        all parameters if there are no files; adapter, the hash of a LoRA adapter on it, or None; steering, where
+        vectors are added, the hashes of those with their strengths.
     """
     adapter = policy.adapter
     base = adapter.base if adapter is not None and not config.adapter else config.init
