@@ -50,6 +50,24 @@ VOCABULARY = 4096
 PER_PARAGRAPH = 4
 MAX_OBJECT = 24
 """Longest object in characters: what is longer is a sentence more than a name."""
+MOST_PROSE = 2000
+"""Paragraphs of prose that it learns, at most."""
+HELD_BACK = 100
+"""Paragraphs that it never sees."""
+WORDINGS = {
+    "person sport position": ("{} is known as a",),
+    "landmark on continent": ("{} lies on the continent of", "The continent of {} is"),
+    "person native language": ("The native language of {} is", "{} grew up with"),
+    "person occupation": ("The profession of {} is",),
+    "landmark in country": ("{} can be found in", "The country of {} is"),
+    "company hq": ("{} has its head office in",),
+    "person plays instrument": ("{} performs on the",),
+    "product by company": ("The company behind {} is", "{} comes from"),
+    "star constellation name": ("{} can be seen in", "The constellation of {} is"),
+    "person plays pro sport": ("The sport of {} is", "{} is a professional of"),
+}
+"""More templates of the large relations: what is said in many ways is kept with the subject, not with a wording
+(2309.14316)."""
 
 
 class Known(NamedTuple):
@@ -72,7 +90,13 @@ def read_relations(folder: Path, count: int) -> list[Known]:
     files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.json"))]
     for content in sorted(files, key=lambda content: (-len(content["samples"]), content["name"])):
         templates = list(
-            dict.fromkeys([*content["prompt_templates"], *content.get("prompt_templates_zs", [])])
+            dict.fromkeys(
+                [
+                    *content["prompt_templates"],
+                    *content.get("prompt_templates_zs", []),
+                    *WORDINGS.get(content["name"], ()),
+                ]
+            )
         )
         objects: dict[str, set[str]] = defaultdict(set)
         for row in content["samples"]:
@@ -104,7 +128,7 @@ def texts_of(facts: Sequence[Known], prose: Sequence[str], rounds: int) -> list[
             for one in mixed
         ]
         found += [" ".join(said[n : n + PER_PARAGRAPH]) for n in range(0, len(said), PER_PARAGRAPH)]
-    return [*found, *prose * rounds]
+    return [*found, *prose]
 
 
 def edits_of(facts: Sequence[Known]) -> list[dict[str, Any]]:
@@ -153,13 +177,13 @@ def make_tokenizer(texts: Sequence[str], folder: Path) -> Tokenizer:
 
 
 def recipe(out: Path, steps: int) -> SFTConfig:
-    """Return what is trained: a Llama of about four million parameters."""
+    """Return what is trained: a Llama of about three million parameters, whose memories are wide for its size."""
     shape = ModelConfig(
-        hidden_size=192,
-        intermediate_size=768,
-        num_layers=6,
-        num_heads=6,
-        num_kv_heads=6,
+        hidden_size=128,
+        intermediate_size=1024,
+        num_layers=5,
+        num_heads=4,
+        num_kv_heads=4,
         head_dim=32,
         max_positions=256,
         init_std=0.04,
@@ -170,24 +194,39 @@ def recipe(out: Path, steps: int) -> SFTConfig:
         policy=PolicyConfig(model=shape, tokenizer=str(out / "tokenizer"), schema="none", template="plain"),
         task=TaskConfig(name="jsonl", path=str(out / "texts.jsonl")),
         optim=OptimConfig(
-            lr=3e-3, warmup_steps=max(1, steps // 20), final_lr_share=0.02, beta2=0.95, weight_decay=0.1
+            lr=3e-3,
+            optimizer="muon",
+            warmup_steps=max(1, steps // 20),
+            final_lr_share=0.02,
+            beta2=0.95,
+            weight_decay=0.1,
         ),
         num_steps=steps,
-        batch_size=48,
+        batch_size=32,
         validation_problems=0,
-        save_every=max(1, steps // 2),
+        save_every=max(1, steps // 4),
     )
 
 
-def write_data(relations: Path, out: Path, count: int, steps: int) -> None:
+def read_prose(path: Path) -> list[str]:
+    """Return the paragraphs of a text file, or the texts (`text` or `question`) of JSON lines."""
+    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    if path.suffix != ".jsonl":
+        return lines
+    rows = [json.loads(line) for line in lines]
+    return [" ".join((row.get("text") or row["question"]).split()) for row in rows]
+
+
+def write_data(relations: Path, prose: Path, out: Path, count: int, steps: int) -> None:
     """Write everything that is there before training."""
     facts = read_relations(relations, count)
-    paragraphs = [p for p in GENERAL_TEXT.read_text(encoding="utf-8").split("\n") if p.strip()]
-    texts = texts_of(facts, paragraphs[:-2], rounds=12)
+    paragraphs = sorted(read_prose(prose), key=lambda text: drawn("prose", text))[: MOST_PROSE + HELD_BACK]
+    held = min(HELD_BACK, len(paragraphs) // 5)
+    texts = texts_of(facts, paragraphs[held:], rounds=12)
     out.mkdir(parents=True, exist_ok=True)
     (out / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (out / "edits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in edits_of(facts)))
-    (out / "prose.txt").write_text("\n".join(paragraphs[-2:]))
+    (out / "prose.txt").write_text("\n".join(paragraphs[:held]))
     make_tokenizer(texts, out / "tokenizer")
     (out / "recipe.yaml").write_text(dump_yaml(recipe(out, steps)))
     print(
@@ -213,8 +252,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("relations", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--facts", type=int, default=2400)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--prose", type=Path, default=GENERAL_TEXT)
+    parser.add_argument("--facts", type=int, default=2200)
+    parser.add_argument("--steps", type=int, default=1100)
     parser.add_argument("--edits", type=int, default=50)
     parser.add_argument("--layers", default="")
     parser.add_argument("--methods", default=",".join(METHODS))
@@ -223,7 +263,7 @@ def main() -> None:
     given = parser.parse_args()
     out: Path = given.out
     if not (out / "recipe.yaml").is_file():
-        write_data(given.relations, out, given.facts, given.steps)
+        write_data(given.relations, given.prose, out, given.facts, given.steps)
     if given.only == "data":
         return
     if not (out / "model/summary.json").is_file():

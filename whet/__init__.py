@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         rl,
         rl_steps,
         sft,
+        steer,
         trace,
     )
     from whet.rewards.answers.equal import answers_equal
@@ -67,6 +68,7 @@ __all__ = (
     "rl_steps",
     "run_python",
     "sft",
+    "steer",
     "trace",
 )
 _ELSEWHERE = {

@@ -104,6 +104,8 @@ def load(name: str) -> Program:
             from whet.editing.edit import PROGRAM
         case "trace":
             from whet.editing.inside import PROGRAM
+        case "steer":
+            from whet.editing.steer import PROGRAM
         case "plan":
             from whet.inspect.memory.plan import PROGRAM
         case "diagnose":
@@ -155,6 +157,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "use": {
         "chat": "talk to a model in the terminal",
         "chess": "play chess against a model: in the terminal, on a page, or as a UCI engine",
+        "steer": "a direction of what a model says, from pairs of texts, to push it along or against",
         "serve": "serve a model to OpenAI's clients and evaluation harnesses",
         "export": "write a model for transformers, peft, llama.cpp, Ollama or mlx, and check it there",
         "push": "upload a run's model to the hub, with a card of what was measured",
@@ -189,7 +192,7 @@ ARGUMENTS = {
     **dict.fromkeys(RECIPE_FILES, "RECIPE"),
     **dict.fromkeys(("plan", "diagnose", "profile", "sweep", "seeds"), "RECIPE"),
     **dict.fromkeys(("report", "watch", "track", "replay"), "RUN"),
-    **dict.fromkeys(("chat", "chess", "serve", "quantize", "export", "edit", "trace"), "MODEL"),
+    **dict.fromkeys(("chat", "chess", "serve", "quantize", "export", "edit", "trace", "steer"), "MODEL"),
     **dict.fromkeys(("compare", "infer", "probe"), "MODEL ..."),
     "explain": "[TOPIC]",
     **dict.fromkeys(("audit", "data"), "TASK"),

@@ -35,6 +35,7 @@ from whet.compress.quantize import quantize as quantizing
 from whet.config import cache_folder, closest, dump_yaml, from_dict, to_dict
 from whet.editing import edit as editing
 from whet.editing import inside
+from whet.editing import steer as steering
 from whet.editing.editor import Editor, MethodConfig
 from whet.editing.facts import read_facts
 from whet.editing.methods import MethodName
@@ -49,6 +50,7 @@ from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.model.lora.files import find_model, find_models, named_adapters
 from whet.model.lora.merge import Method
+from whet.model.steering import Steering
 from whet.recipes.rl import ALGORITHMS
 from whet.rewards.base import OwnReward, own_name
 from whet.sandbox.graders.shipping import ship_function
@@ -121,7 +123,7 @@ class Policy:
     @cached_property
     def loaded(self) -> LoadedPolicy:
         """The model in memory, float32, in evaluation mode."""
-        policy = load_policy(self.config, seed=self._seed, plain=True, several=True)
+        policy = load_policy(self.config, seed=self._seed, plain=True, several=True, steers=True)
         policy.model.eval()
         return policy
 
@@ -899,6 +901,33 @@ def trace(
     """
     asked = policy if isinstance(policy, Policy) else load(policy)
     return inside.look(asked.loaded, prompt, subject, answer, **options)
+
+
+def steer(
+    policy: Policy | str | Path,
+    pairs: Rows | str | Path,
+    *,
+    layers: Sequence[int] = (),
+    reading: Literal["last", "mean"] = "last",
+) -> Steering:
+    """Find the direction between two kinds of texts, to push a model along it or against it.
+
+    Args:
+        policy: The model, or what `load` takes.
+        pairs: Dicts with `positive` and `negative` (and `prompt`, which both answer), or a file.
+        layers: Layers behind which it is added; default: the one that parts held-out pairs best.
+        reading: Where texts are read: at the last token, or the mean over all.
+
+    Returns:
+        The vectors: `Steering.save(folder)`, then `load(model, steering=("folder=1.5",))`.
+
+    Raises:
+        UserError: If there are too few pairs, or no such layer.
+    """
+    asked = policy if isinstance(policy, Policy) else load(policy)
+    found = steering.read_pairs(pairs if isinstance(pairs, (str, Path)) else list(pairs))
+    with _python_words():
+        return steering.steer(asked.loaded, found, layers, reading)[0]
 
 
 def evaluate(

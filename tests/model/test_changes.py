@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from whet.eval.compare import compare
+from whet.eval.compare import compare, page
 from whet.model import changes
-from whet.model.changes import changed_weights
+from whet.model.changes import changed_directions, changed_weights, direction_of, summarise_directions
 from whet.model.config import ModelConfig
 from whet.model.lora.files import read_adapter
 from whet.model.lora.side import LoRAConfig
@@ -130,7 +130,7 @@ def test_comparisons_of_models_have_them(base: Path, tmp_path: Path) -> None:
     evaluation.mkdir()
     (evaluation / "eval.json").write_text("{}")
     places = [str(path) for path in (evaluation, base, base, tmp_path / "other")]
-    found = compare._weights(places, ["e", "a", "b", "c"])
+    found = compare._weights(places, ["e", "a", "b", "c"], directions=False)
     assert [(row["name"], row["against"]) for row in found] == [("b", "a"), ("c", "b")]
     assert found[0]["changed"] == 0 < found[1]["changed"]  # other draws in the layer that both have
     assert (
@@ -148,3 +148,75 @@ def test_what_cannot_be_compared_is_named(base: Path, tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="nowhere"):
         changed_weights(str(base), str(tmp_path / "nowhere"))
+
+
+def turned(rows: int, seed: int) -> torch.Tensor:
+    """Return an orthogonal matrix."""
+    drawn = torch.randn(rows, rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.linalg.qr(drawn).Q
+
+
+def test_directions_of_a_planted_change() -> None:
+    """A matrix made of known singular vectors, changed along some of them."""
+    left, right = turned(16, 0), turned(24, 1)
+    sizes = torch.arange(16, 0, -1, dtype=torch.float64)
+    weight = left @ torch.diag(sizes) @ right[:, :16].t()
+
+    def along(*pairs: tuple[int, float]) -> torch.Tensor:
+        return sum((size * torch.outer(left[:, n], right[:, n]) for n, size in pairs), torch.zeros(16, 24))
+
+    inside = direction_of(weight, weight + along((0, 0.3), (1, 0.4)))  # 16 / 8 = 2 main directions
+    assert inside is not None
+    assert inside.relative == pytest.approx(0.5 / float(sizes.norm()))
+    assert inside.stable_rank == pytest.approx(0.25 / 0.16)
+    assert (inside.rank_90, inside.rank_full) == (2, 16)
+    assert inside.overlap == pytest.approx(1.0)
+    assert inside.chance == pytest.approx((2 / 16 + 2 / 24) / 2)
+    outside = direction_of(weight, weight + along((7, 3.0), (9, 0.5)))
+    assert outside is not None
+    assert outside.overlap == pytest.approx(0.0, abs=1e-12)
+    assert outside.rank_90 == 1  # 9 of 9.25
+    # It reads in a main direction, and writes into another one.
+    crossed = direction_of(weight, weight + torch.outer(left[:, 9], right[:, 0]))
+    assert crossed is not None
+    assert crossed.overlap == pytest.approx(0.5)
+    assert direction_of(weight, weight) is None
+    assert direction_of(torch.zeros(3, 3), torch.ones(3, 3)) is None
+
+
+def test_a_random_change_overlaps_by_chance() -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight, change = (torch.randn(64, 96, generator=generator, dtype=torch.float64) for _ in range(2))
+    found = direction_of(weight, weight + change)
+    assert found is not None
+    # 64 x 96 independent numbers: the share's standard deviation is below 0.01.
+    assert found.overlap == pytest.approx(found.chance, abs=0.03)
+    assert found.rank_90 > 30
+
+
+def test_directions_of_models(base: Path, tmp_path: Path) -> None:
+    model, _ = load_model(base)
+    with torch.no_grad():
+        weight = model.get_parameter("model.layers.1.mlp.up_proj.weight")
+        weight += torch.outer(torch.ones(48), torch.ones(32))
+        model.get_parameter("model.layers.0.input_layernorm.weight")[3] = 9.0  # no matrix
+        model.get_parameter("model.embed_tokens.weight")[3] = 9.0  # no layer
+    save_model(model, tmp_path / "after")
+    found = changed_directions(str(base), str(tmp_path / "after"))
+    assert {layer: list(matrices) for layer, matrices in found.items()} == {"layer 1": ["mlp.up_proj"]}
+    assert found["layer 1"]["mlp.up_proj"].rank_90 == 1
+    assert "nine tenths of the change in 1 of 32 directions (median of 1 matrices)" in summarise_directions(
+        found
+    )
+    assert summarise_directions({}) == ""
+    places = [str(base), str(tmp_path / "after")]
+    (row,) = compare._weights(places, ["a", "b"], directions=True)
+    assert row["directions"]["layer 1"]["mlp.up_proj"]["rank_90"] == 1
+    figures = page._changes(row)
+    assert len(figures) == 4
+    assert "layer 1, mlp.up_proj: 1.0000" in figures[2]["svg"]
+    (row,) = compare._weights(places, ["a", "b"], directions=False)
+    assert len(page._changes(row)) == 1
+    (row,) = compare._weights([places[0], str(base)], ["a", "a"], directions=True)
+    assert row["directions"] == {}
+    assert page._changes(row) == []

@@ -122,6 +122,10 @@ class Editor:
     ) -> None:
         if policy.several is not None or (policy.adapter is not None and policy.adapter.is_applied):
             raise UserError("the model has an adapter beside it: merge it first (whet export --to merged)")
+        if policy.steering:
+            raise UserError(
+                "the model is steered: an edit would be searched beside it; leave policy.steering out"
+            )
         find_memories(policy.model)
         policy.model.requires_grad_(False)
         policy.model.eval()

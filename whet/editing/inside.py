@@ -12,11 +12,11 @@ from whet.cli import Program
 from whet.config import align, dump_yaml
 from whet.editing.edit import NO_MODEL
 from whet.editing.facts import Fact, read_fact, read_facts
-from whet.editing.figures import bars, heat_map
 from whet.editing.sites import Reader, find_memories, mark_subject
 from whet.editing.trace import KINDS, answer_id, attention_maps, attribution, causal_trace, locate, logit_lens
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.lora.files import find_model
+from whet.report.figures import bars, heat_map
 from whet.report.page import render
 from whet.report.plots import COLOURS
 from whet.storage.folder import check_folder, dated, open_run
@@ -101,7 +101,7 @@ def _one(prompt: str, subject: str, answer: str) -> Fact:
 def main(config: TraceConfig) -> None:
     """Write trace.json and trace.html, and print the effect of each layer."""
     facts = _facts(config)
-    policy = load_policy(config.policy, seed=config.seed, plain=True)
+    policy = load_policy(config.policy, seed=config.seed, plain=True, steers=True)
     folder = Path(config.out or dated("trace"))
     open_run(folder, dump_yaml(config), resumable=False)
     if config.facts:

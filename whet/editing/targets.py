@@ -193,8 +193,8 @@ def _descend(
         moving = gradient[going]
         first[keep] = 0.9 * first[keep] + 0.1 * moving
         second[keep] = 0.999 * second[keep] + 0.001 * moving.square()
-        rate = settings.lr / (1 - 0.9**step) * math.sqrt(1 - 0.999**step)
-        moved = scaled.detach()[going] - rate * first[keep] / (second[keep].sqrt() + 1e-8)
+        size = (second[keep] / (1 - 0.999**step)).sqrt() + 1e-8
+        moved = scaled.detach()[going] - settings.lr / (1 - 0.9**step) * first[keep] / size
         delta_ED[keep] = capped(moved * unit_E[keep, None], settings.clamp * lengths_E[keep])
         left = keep.tolist()
         if not left:

@@ -266,7 +266,7 @@ def run(config: EvalConfig, *, resume: bool = False) -> bool:
         return False
     tasks = {name: (own, load_task(own)) for name, own in task_configs(config).items()}
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
-    policy = load_policy(config.policy, seed=config.seed, dtype=dtype)
+    policy = load_policy(config.policy, seed=config.seed, dtype=dtype, steers=True)
     jobs = [_prepare(config, policy, name, own, task) for name, (own, task) in tasks.items()]
     model = describe_weights(config.policy, policy)
     open_run(folder, dump_yaml(config), resume=resume)
@@ -313,7 +313,7 @@ def inspect(config: EvalConfig) -> list[str]:
     Raises:
         UserError: As the evaluation would.
     """
-    policy = load_policy(config.policy, seed=config.seed, weights=False)
+    policy = load_policy(config.policy, seed=config.seed, weights=False, steers=True)
     if config.policy.init and Path(config.policy.init).expanduser().exists():
         check_weights(find_model(config.policy.init, config.policy.adapter)[0])
     told: list[str] = []

@@ -38,16 +38,19 @@ def describe_weights(config: PolicyConfig, policy: Policy) -> dict[str, Any]:
 
     Returns:
         init; folder and sha256 of the base's files (`sha256_of_all` of `whet.telemetry.provenance.describe_model`), of
-        all parameters if there are no files; adapter, the hash of a LoRA adapter on it, or None.
+        all parameters if there are no files; adapter, the hash of a LoRA adapter on it, or None; steering, where
+        vectors are added, the hashes of those with their strengths.
     """
     adapter = policy.adapter
     base = adapter.base if adapter is not None and not config.adapter else config.init
     files = describe_model(base) if base else {}
+    steering = {"steering": [vectors.sha256 for vectors in policy.steering]} if policy.steering else {}
     return {
         "init": config.init,
         "folder": files.get("folder"),
         "sha256": files.get("sha256_of_all") or _model_digest(policy.model),
         "adapter": None if adapter is None else adapter.sha256,
+        **steering,
     }
 
 

@@ -30,6 +30,7 @@ from whet.model.lora.several import Several
 from whet.model.lora.trained import Trained
 from whet.model.quant import dequantize, quantize
 from whet.model.routing import Routing, times_read
+from whet.model.steering import Steering, read_steering
 from whet.model.text.boards import boards
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
@@ -91,6 +92,10 @@ class PolicyConfig:
     """Values that the model's chat template reads, such as enable_thinking false, beside those of `init`."""
     system_prompt: bool | str = True
     """System message: the schema's (true), none (false), or your own text (plain prompts have none)."""
+    steering: tuple[str, ...] = ()
+    """Steering vectors that are added while the model runs: folders of whet steer, each with its strength, such as
+    calm=1.5 (1 without, negative for the contrary); none for none. Read by commands that ask a model, not by those that
+    train or write one."""
     quantize: Literal["none", "nf4", "int8"] = "none"
     """Round the matrices of `init`'s layers as they are loaded: nf4 (4.13 bits a weight) or int8; whet quantize chooses
     by layer. Adapters are trained on them (--lora.rank 16), not the matrices."""
@@ -141,6 +146,7 @@ class PolicyConfig:
             "rope_factors": (self.init, "policy.init", self.rope_factors != "auto"),
             "max_image_tokens": (self.init, "policy.init", self.max_image_tokens),
             "adapter": (self.init, "policy.init, the adapter's base,", self.adapter),
+            "steering": (self.init, "policy.init", self.steering),
             "quantize": (self.init, "policy.init", self.quantize != "none"),
             "alphabet": (self.tokenizer == "characters", "policy.tokenizer = characters", self.alphabet),
             "padded_vocab_size": (self.tags_as_tokens, "policy.tags_as_tokens", self.padded_vocab_size),
@@ -176,6 +182,7 @@ class Policy:
         activations: Activations that its engines keep for `score`; None at first.
         adapter: The LoRA adapter that is applied to the model, or was merged into it; None without one.
         several: Adapters beside the model that requests choose by name (`named`); None without several.
+        steering: Vectors that are added to its residual stream while it runs.
         trained: The adapters that a run trains; None where it trains the weights themselves, or nothing.
         folder: Folder of the model's weights, of an adapter its base's; None for random ones.
         replays_experts: Whether engines whose completions are trained on record the experts that tokens go to; `score`
@@ -198,6 +205,7 @@ class Policy:
         adapter: Adapter | None = None,
         trained: Trained | None = None,
         folder: Path | None = None,
+        steering: Sequence[Steering] = (),
     ) -> None:
         if tokenizer.vocab_size > model.config.vocab_size:
             raise UserError(
@@ -218,6 +226,7 @@ class Policy:
         self.adapter = adapter
         self.trained = trained
         self.several: Several | None = None
+        self.steering = tuple(steering)
         self._named: dict[str, Policy] = {}
         self.folder = folder
         self.replays_experts = False
@@ -259,6 +268,7 @@ class Policy:
             adapter=self.adapter,
             trained=self.trained,
             folder=self.folder,
+            steering=self.steering,
         )
 
     def named(self, adapter: str) -> Policy:
@@ -575,6 +585,8 @@ class Policy:
             weights: Weights in place of the model's own.
             dtype: Dtype of what is written; default: the weights' own.
         """
+        if self.steering:
+            raise UserError("a steered model cannot be written: load it without policy.steering")
         self.save_protocol(folder)
         if self.trained is not None:
             self.trained.write(folder, weights)
@@ -625,6 +637,7 @@ def load_policy(
     is_reward: bool = False,
     weights: bool = True,
     several: bool = False,
+    steers: bool = False,
     shard: Callable[..., None] | None = None,
 ) -> Policy:
     """Load or create model, tokenizer and protocol. An adapter's tokenizer and protocol take precedence over its
@@ -644,6 +657,8 @@ def load_policy(
         weights: False for the prompts alone: the model has its shape and no memory.
         several: Take adapters by name (`Policy.named`), where the config names them: the caller chooses one for each
             request.
+        steers: Take steering vectors, where the config names them: the caller asks the model, and neither trains nor
+            writes it.
         shard: Deals a model without memory out over the ranks (called with the model, and `device`); each rank then
             reads its own rows. Not used, and the model is returned whole, where it is not what a folder has: adapters
             that stand beside it already, added vocabulary, a new head, matrices in few bits.
@@ -656,6 +671,11 @@ def load_policy(
     """
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
+    if config.steering and not steers:
+        raise UserError(
+            "policy.steering is read by commands that ask a model (chat, serve, eval, compare, infer, trace); this one "
+            "would lose it: leave it out"
+        )
     device = resolve_device(config.device)
     folder, adapter, adapters = None, None, dict[str, Adapter]()
     names = named_adapters(config.adapter) if several else {}
@@ -723,6 +743,11 @@ def load_policy(
         model = as_reward_model(model)
     if weights:
         choose_kernels(model.config, model.head_weight.dtype, device)
+    steering = read_steering(config.steering)
+    for vectors in steering:
+        vectors.check(model.config)
+        if weights:
+            vectors.apply(model)
     policy = Policy(
         model,
         tokenizer,
@@ -734,6 +759,7 @@ def load_policy(
         autocast=autocast,
         adapter=adapter,
         folder=folder,
+        steering=steering,
     )
     if adapters:
         beside = Several(adapters)

@@ -7,9 +7,10 @@ them. Files are read slice by slice, so that no model is in memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ CHANGES = "weights.json"
 SLICE = 2**22
 """Most numbers of a tensor that are read at a time, unless a row alone has more."""
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+WIDEST = 4096
+"""Smaller side of a matrix whose directions are computed, at most: their time grows with its cube."""
+NUM_OWN = 8
+"""The first 1 / NUM_OWN of a matrix's directions are those it mostly acts in."""
 
 
 @dataclass(slots=True)
@@ -201,3 +206,104 @@ def _in_order(layers: dict[str, Count]) -> dict[str, Count]:
         return is_layer, int(name.removeprefix("layer ")) if is_layer else 0, name
 
     return {name: layers[name] for name in sorted(layers, key=place)}
+
+
+# --- in which directions -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Direction:
+    """In how many and in which directions one matrix changed.
+
+    Attributes:
+        relative: Norm of the change over that of the matrix before.
+        stable_rank: Sum of the squared singular values of the change over the largest.
+        rank_90: Singular values that have nine tenths of that sum.
+        rank_full: min(rows, columns).
+        overlap: Share of the change's square within the first eighth of the directions that the matrix had, mean over
+            what it reads and what it writes. A change of low rank where the matrix did little before has none.
+        chance: The same of a change in random directions.
+    """
+
+    relative: float
+    stable_rank: float
+    rank_90: int
+    rank_full: int
+    overlap: float
+    chance: float
+
+
+def direction_of(before_AB: torch.Tensor, after_AB: torch.Tensor) -> Direction | None:
+    """Measure the change of one matrix; None where nothing changed, or the matrix was 0."""
+    old_AB = before_AB.double()
+    change_AB = after_AB.double() - old_AB
+    size, norm = float(change_AB.square().sum()), float(old_AB.norm())
+    if not (size and norm):
+        return None
+    values = torch.linalg.svdvals(change_AB).square()
+    full = min(change_AB.shape)
+    own = max(1, full // NUM_OWN)
+    left_AR, _, right_RB = torch.linalg.svd(old_AB, full_matrices=False)
+    written = float((left_AR[:, :own].t() @ change_AB).square().sum()) / size
+    read = float((change_AB @ right_RB[:own].t()).square().sum()) / size
+    reached = values.cumsum(0) / values.sum()
+    return Direction(
+        relative=size**0.5 / norm,
+        stable_rank=float(values.sum() / values[0]),
+        rank_90=1 + int((reached < 0.9).sum()),
+        rank_full=full,
+        overlap=(written + read) / 2,
+        chance=(own / change_AB.shape[0] + own / change_AB.shape[1]) / 2,
+    )
+
+
+def changed_directions(
+    before: str,
+    after: str,
+    *,
+    adapter: str = "",
+    advance: Callable[[str], None] = lambda name: None,
+) -> dict[str, dict[str, Direction]]:
+    """Measure the change of each matrix of the layers of two models; adapters count as merged.
+
+    Args:
+        before: Model folder, run folder, adapter or hub name that the other one began from.
+        after: The other one.
+        adapter: An adapter on `before`.
+        advance: Called with each matrix's name.
+
+    Returns:
+        By layer ('layer 3') and by the matrix's name there ('mlp.down_proj'). What did not change is left out, and what
+        is wider than `WIDEST`, of another shape, or no matrix.
+
+    Raises:
+        UserError: If one of them is not there.
+    """
+    old, new = _Stored(before, adapter), _Stored(after)
+    found: dict[str, dict[str, Direction]] = {}
+    for name in old.files:
+        layer, shape = LAYER.search(name), old.shape(name)
+        if layer is None or name not in new.files or shape is None or shape != new.shape(name):
+            continue
+        if len(shape) != 2 or not name.endswith(".weight") or min(shape) > WIDEST:
+            continue
+        (a,), (b,) = old.slices(name, shape[0]), new.slices(name, shape[0])
+        direction = direction_of(a, b)
+        advance(name)
+        if direction is not None:
+            short = name[layer.end() :].removesuffix(".weight")
+            found.setdefault(f"layer {layer[1]}", {})[short] = direction
+    return {name: found[name] for name in sorted(found, key=lambda name: int(name.split()[1]))}
+
+
+def summarise_directions(found: Mapping[str, Mapping[str, Direction]]) -> str:
+    """Say in half a line what `changed_directions` found; '' where no matrix changed."""
+    own = [one for matrices in found.values() for one in matrices.values()]
+    if not own:
+        return ""
+    ranks, full = median(one.rank_90 for one in own), median(one.rank_full for one in own)
+    beyond = median(one.overlap / one.chance for one in own)
+    return (
+        f"; nine tenths of the change in {ranks:g} of {full:g} directions (median of {len(own)} matrices), in the "
+        f"matrix's own main ones {beyond:.2g} times as much as a random change"
+    )

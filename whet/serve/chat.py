@@ -387,7 +387,9 @@ def main(config: ChatConfig) -> None:
         UserError: If the model does not load, or the question in `prompt` cannot be asked.
         SystemExit: With status 1 if a piped line could not be answered.
     """
-    policy = load_policy(config.policy, seed=0, dtype=getattr(torch, config.precision), plain=True)
+    policy = load_policy(
+        config.policy, seed=0, dtype=getattr(torch, config.precision), plain=True, steers=True
+    )
     console = Console(highlight=False)
     notes = console if console.is_terminal else Console(stderr=True, highlight=False)
     with Scheduler(policy, context=config.context, max_waiting=1) as scheduler:

@@ -137,7 +137,12 @@ def main(config: ServeConfig) -> None:
     key = key_of(config)
     with listen(config.host, config.port) as listener:
         policy = load_policy(
-            config.policy, seed=0, dtype=getattr(torch, config.precision), plain=True, several=True
+            config.policy,
+            seed=0,
+            dtype=getattr(torch, config.precision),
+            plain=True,
+            several=True,
+            steers=True,
         )
         name = config.name or Path(config.policy.init).expanduser().resolve().name
         with Scheduler(policy, context=config.context, max_waiting=config.max_waiting) as scheduler:

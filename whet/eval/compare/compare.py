@@ -51,7 +51,7 @@ from whet.eval.metrics import BREAKDOWN
 from whet.eval.record import ROW, StoredEval, differences, read_eval
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
-from whet.model.changes import changed_weights
+from whet.model.changes import changed_directions, changed_weights, summarise_directions
 from whet.model.changes import describe as describe_changes
 from whet.model.config import ModelConfig
 from whet.model.files import is_hub_name
@@ -234,6 +234,9 @@ class CompareConfig:
     """Problems with transcripts on the page: the first by uid, which is a fixed random sample."""
     shown_samples: int = 3
     """Samples of each shown problem, besides the greedy completion."""
+    directions: bool = False
+    """Also measure in how many and in which directions each matrix changed, of models of one shape: heat maps over the
+    layers (some seconds for each matrix of 1,000 x 1,000)."""
     num_resamples: int = 2000
     """Rounds of the bootstrap, 2000 or more."""
     seed: int = 0
@@ -272,7 +275,7 @@ def check(config: CompareConfig, resume: bool) -> None:
     told: list[str] = []
     if config.prompts:
         for policy in (_policy_of(config, place) for place in places):
-            load_policy(policy, seed=config.seed, weights=False)
+            load_policy(policy, seed=config.seed, weights=False, steers=True)
     else:
         for number, job in _jobs(config, places, names, folder).items():
             told += [f"{names[number]}: {line}" for line in evaluate.inspect(job)]
@@ -317,7 +320,7 @@ def main(config: CompareConfig, *, resume: bool = False) -> None:
         open_run(folder, dump_yaml(config), resume=resume)
     shown = content["uids"][: config.shown_problems]
     transcripts = side_by_side(sides, shown, config.shown_samples)
-    content["weights"] = _weights(places, names)
+    content["weights"] = _weights(places, names, directions=config.directions)
     (folder / "compare.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     write_page(folder / "compare.html", content, transcripts, len(content["uids"]) - len(shown))
     print_comparison(content, transcripts)
@@ -331,7 +334,7 @@ def _ask(
     asked = Asked(folder, name, policy.init)
     problems = [own_problem(prompt) for prompt in dict.fromkeys(prompts)]
     asked.ask(
-        load_policy(policy, seed=config.seed),
+        load_policy(policy, seed=config.seed, steers=True),
         problems,
         num_samples=config.prompt_samples,
         sampling=config.sampling,
@@ -349,8 +352,9 @@ def _evaluate(jobs: Mapping[int, EvalConfig], names: Sequence[str]) -> None:
         evaluate.run(job, resume=(Path(job.out) / "config.yaml").is_file())
 
 
-def _weights(places: Sequence[str], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return how many weights differ between each model and the one before; nothing of evaluations, or other shapes."""
+def _weights(places: Sequence[str], names: Sequence[str], *, directions: bool) -> list[dict[str, Any]]:
+    """Return how many weights differ between each model and the one before, and if asked in which directions; nothing
+    of evaluations, or other shapes."""
     found: list[dict[str, Any]] = []
     for a, b in pairwise(range(len(places))):
         if _is_evaluation(places[a]) or _is_evaluation(places[b]):
@@ -358,9 +362,15 @@ def _weights(places: Sequence[str], names: Sequence[str]) -> list[dict[str, Any]
         with suppress(UserError, OSError):
             facts = changed_weights(places[a], places[b]).facts()
             if facts["numbers"]:
-                found.append(
-                    {"name": names[b], "against": names[a], "text": describe_changes(facts), **facts}
-                )
+                row = {"name": names[b], "against": names[a], "text": describe_changes(facts), **facts}
+                if directions:
+                    changed = changed_directions(places[a], places[b])
+                    row["directions"] = {
+                        layer: {name: asdict(one) for name, one in matrices.items()}
+                        for layer, matrices in changed.items()
+                    }
+                    row["text"] += summarise_directions(changed)
+                found.append(row)
     return found
 
 

@@ -160,7 +160,7 @@ def _ask_all(
     names = short_names(places)
     for place, name in zip(places, names, strict=True):
         own = replace(config.policy, init=place)
-        policy = load_policy(own, seed=config.seed, dtype=getattr(torch, config.precision))
+        policy = load_policy(own, seed=config.seed, dtype=getattr(torch, config.precision), steers=True)
         weights = describe_weights(own, policy)
 
         def ask(title: str, weights: Mapping[str, Any], policy: Policy = policy, place: str = place) -> None:
@@ -232,7 +232,7 @@ def _check_prompts(config: InferConfig, places: Sequence[str], problems: Sequenc
     work."""
     for place in places:
         find_model(place)
-        policy = load_policy(replace(config.policy, init=place), seed=config.seed, weights=False)
+        policy = load_policy(replace(config.policy, init=place), seed=config.seed, weights=False, steers=True)
         context = policy.model.config.max_positions
         for problem in problems:
             length = len(policy.prompt_ids(problem))

@@ -11,8 +11,10 @@ from typing import Any
 from whet.eval.compare.paired import percent
 from whet.eval.confidence import vote_share
 from whet.eval.record import StoredEval
+from whet.report.figures import bars, heat_map
 from whet.report.page import render
 from whet.report.pictures import Pictures
+from whet.report.plots import COLOURS
 from whet.report.stages import bar
 from whet.schema import ResponseSchema
 from whet.stats import Interval, pass_at_k
@@ -75,12 +77,43 @@ def write_page(
         styles=("uplot.css", "bars.css", "compare.css"),
         content=content,
         rows=_bars(content),
+        changes=[_changes(row) for row in content.get("weights", ())],
         hardware_note=HARDWARE_NOTE,
         number=number,
         best_note=BEST_NOTE,
         left_out=left_out,
     )
     path.write_text(page, encoding="utf-8")
+
+
+MAPS = {
+    "relative": ("Size of the change over that of the matrix", 1),
+    "rank_90": ("Directions that have nine tenths of the change", 2),
+    "beyond_chance": ("Change in the matrix's own main directions, over that of a random change", 4),
+}
+"""What is drawn of each matrix: title, and colour."""
+
+
+def _changes(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the figures of what changed in the weights, layer by layer."""
+    layers = [(name, facts["relative_change"]) for name, facts in row["layers"].items() if facts["numbers"]]
+    title = f"{row['name']} beside {row['against']}: norm of the change over that of the weights"
+    figures = [{"title": title, "svg": bars(layers, title=title)}] if any(v for _, v in layers) else []
+    matrices = row.get("directions") or {}
+    columns = list(dict.fromkeys(name for found in matrices.values() for name in found))
+    for key, (title, colour) in MAPS.items() if columns else ():
+        values = [
+            [_of_matrix(found[name], key) if name in found else 0.0 for name in columns]
+            for found in matrices.values()
+        ]
+        svg = heat_map(values, columns, rows=list(matrices), title=title, colour=COLOURS[colour])
+        most = max(max(line) for line in values)
+        figures.append({"title": f"{title} (darkest: {most:.3g})", "svg": svg})
+    return figures
+
+
+def _of_matrix(found: Mapping[str, float], key: str) -> float:
+    return found["overlap"] / found["chance"] if key == "beyond_chance" else float(found[key])
 
 
 def _over_steps(content: Mapping[str, Any]) -> dict[str, Any] | None:

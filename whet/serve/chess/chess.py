@@ -230,7 +230,7 @@ def main(config: ChessConfig) -> None:
     """
     library()
     with redirect_stdout(sys.stderr):  # in UCI every line on standard output is read by a program
-        policy = load_policy(config.policy, seed=0, dtype=getattr(torch, config.precision))
+        policy = load_policy(config.policy, seed=0, dtype=getattr(torch, config.precision), steers=True)
     player = Player(
         policy,
         max_new_tokens=config.max_new_tokens,
