@@ -138,8 +138,12 @@ def calculator_policy(init: str = "") -> PolicyConfig:
     )
 
 
-CHESS = TaskConfig(name="mixture", weights={"chess-policy": 3.0, "chess-env": 1.0}, num_problems=20_000)
-"""Lines of both kinds, three of the policy to one of the environment, as the source mixes them."""
+CHESS = TaskConfig(
+    name="mixture", weights={"chess-policy": 1.0, "chess-env": 1.0}, num_problems=20_000, nodes=1000
+)
+"""Lines of both kinds in equal shares: a small model has to learn what moves do before it can choose among them."""
+ROOKWORLD = TaskConfig(name="mixture", weights={"chess-policy": 3.0, "chess-env": 1.0}, num_problems=20_000)
+"""Three lines of the policy to one of the environment, as the source mixes them."""
 
 
 def rookworld_policy(init: str) -> PolicyConfig:
@@ -152,11 +156,11 @@ def chess_policy(init: str = "") -> PolicyConfig:
     if init:
         return PolicyConfig(init=init, max_rows=256)
     shape = ModelConfig(
-        hidden_size=192,
-        intermediate_size=512,
-        num_layers=5,
-        num_heads=6,
-        num_kv_heads=6,
+        hidden_size=128,
+        intermediate_size=384,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=4,
         head_dim=32,
         max_positions=256,
         rope_theta=1000.0,

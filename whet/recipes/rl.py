@@ -14,6 +14,7 @@ from whet.model.lora.side import LoRAConfig
 from whet.recipes.models import (
     CHESS,
     OWN,
+    ROOKWORLD,
     calculator_policy,
     chess_policy,
     demo_policy,
@@ -280,18 +281,18 @@ def _rookworld(slug: str, task: TaskConfig, parts: tuple[str, ...]) -> RLConfig:
 
 def rookworld_124m() -> RLConfig:
     """The seed's GRPO on RookWorld-LM 124M, corrected: three lines of the policy to one of the environment."""
-    return _rookworld("rookworld-124m", CHESS, (*OF_POLICY, *OF_ENVIRONMENT))
+    return _rookworld("rookworld-124m", ROOKWORLD, (*OF_POLICY, *OF_ENVIRONMENT))
 
 
 def rookworld_124m_p() -> RLConfig:
     """The same on lines of the policy alone (P:)."""
-    task = TaskConfig(name="chess-policy", num_problems=CHESS.num_problems)
+    task = TaskConfig(name="chess-policy", num_problems=ROOKWORLD.num_problems)
     return _rookworld("rookworld-124m-p", task, OF_POLICY)
 
 
 def rookworld_124m_a() -> RLConfig:
     """The same on lines of the environment alone (A:)."""
-    task = TaskConfig(name="chess-env", num_problems=CHESS.num_problems)
+    task = TaskConfig(name="chess-env", num_problems=ROOKWORLD.num_problems)
     return _rookworld("rookworld-124m-a", task, OF_ENVIRONMENT)
 
 

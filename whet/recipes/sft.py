@@ -11,6 +11,7 @@ from whet.inspect.memory.room import check_room, sized
 from whet.recipes.models import (
     CHESS,
     OWN,
+    ROOKWORLD,
     STORIES,
     calculator_policy,
     chess_policy,
@@ -129,7 +130,7 @@ def rookworld_124m() -> SFTConfig:
     return SFTConfig(
         out="runs/rookworld-124m-sft",
         policy=rookworld_policy("openai-community/gpt2"),
-        task=replace(CHESS, num_problems=200_000),
+        task=replace(ROOKWORLD, num_problems=200_000),
         optim=OptimConfig(
             lr=6e-4, warmup_steps=200, weight_decay=0.1, beta2=0.95, precision="bfloat16_autocast"
         ),

@@ -15,7 +15,7 @@ from whet.stats import Interval, share_interval
 from whet.tasks.chess.board import find_move, library
 from whet.tasks.chess.formats import Layout, policy_prompt, read_policy, reason_prompt
 from whet.tasks.chess.positions import OPENINGS
-from whet.tasks.chess.stockfish import INSTALL, EngineError, find_stockfish
+from whet.tasks.chess.stockfish import DEADLINE_S, INSTALL, EngineError, end_process, find_stockfish
 from whet.tasks.made.draft import Draw
 from whet.types import Problem, UserError
 
@@ -164,30 +164,36 @@ class Opponent:
         self._path, self._skill, self._nodes = find_stockfish(), skill, nodes
         if not self._path:
             raise EngineError(f"Stockfish is not installed; {INSTALL}")
+        self._loop = asyncio.new_event_loop()
+        self._engine: Any = None
 
     def __call__(self, boards: Sequence[chess.Board]) -> list[str]:
-        """Return its moves."""
-        return asyncio.run(self._choose(boards))
+        """Return its moves, all by one process, which starts with the first and goes on until `close`."""
+        try:
+            return self._loop.run_until_complete(self._choose(boards))
+        except (TimeoutError, OSError, library().engine.EngineError) as error:
+            raise EngineError(
+                f"{self._path} failed ({str(error)[:200] or 'no answer'}); {INSTALL}"
+            ) from None
 
     async def _choose(self, boards: Sequence[chess.Board]) -> list[str]:
         chess = library()
-        try:
-            transport, engine = await chess.engine.popen_uci(self._path)
-            try:
-                await engine.configure({"Skill Level": self._skill, "Threads": 1})
-                found = []
-                for board in boards:
-                    limit = chess.engine.Limit(nodes=self._nodes)
-                    played = await asyncio.wait_for(engine.play(board, limit, game=object()), 60)
-                    found.append(played.move.uci() if played.move else "")
-                return found
-            finally:
-                if transport.get_returncode() is None:
-                    transport.kill()
-                await engine.returncode
-                transport.close()
-        except (TimeoutError, OSError, chess.engine.EngineError) as error:
-            raise EngineError(f"{self._path} failed ({str(error)[:200] or 'no answer'}); {INSTALL}") from None
+        if self._engine is None:
+            _, self._engine = await asyncio.wait_for(chess.engine.popen_uci(self._path), DEADLINE_S)
+            await self._engine.configure({"Skill Level": self._skill, "Threads": 1})
+        limit = chess.engine.Limit(nodes=self._nodes)
+        found = []
+        for board in boards:
+            played = await asyncio.wait_for(self._engine.play(board, limit, game=object()), DEADLINE_S)
+            found.append(played.move.uci() if played.move else "")
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        if not self._loop.is_closed():
+            if self._engine is not None:
+                self._loop.run_until_complete(end_process(self._engine))
+            self._loop.close()
 
 
 @dataclass(slots=True)
@@ -303,7 +309,11 @@ def measure_games(
     opponents: dict[str, Mover] = {RANDOM: random_mover(seed)}
     opponents |= {f"stockfish_{skill}": Opponent(skill, config.nodes) for skill in config.skills}
     for label, opponent in opponents.items():
-        games = play_games(player, opponent, config, seed=seed)
+        try:
+            games = play_games(player, opponent, config, seed=seed)
+        finally:
+            if isinstance(opponent, Opponent):
+                opponent.close()
         results = [game.result or 0.0 for game in games]
         pairs = [(a + b) / 2 for a, b in zip(results[::2], results[1::2], strict=True)]
         metrics[f"score_{label}"] = share_interval(pairs, seed)

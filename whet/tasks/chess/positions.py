@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from whet.tasks.chess.stockfish import Stockfish
 
-EDITION = 1
+EDITION = 2
 """Counts changes of what is made: positions kept on disk are those of one edition."""
 OPENINGS = (
     "e2e4 e7e5 g1f3 b8c6 f1b5 a7a6 b5a4 g8f6 e1g1 f8e7",
@@ -269,14 +269,14 @@ def _position(board: chess.Board, source: str) -> Position:
 MAKERS = {"opening": _opening, "game": _game, "ending": _ending, "mate": _mate}
 
 
-def self_play(engine: Stockfish, draw: Draw, *, num_games: int = 8, every: int = 2) -> Iterator[Position]:
-    """Play games side by side, each move one of the engine's best or, one in five, any; yield every second position.
+def self_play(engine: Stockfish, draw: Draw, *, num_games: int = 8, every: int = 1) -> Iterator[Position]:
+    """Play games side by side, each move one of the engine's best or, one in five, any; yield their positions.
 
     Args:
         engine: Gives the lines, of all games at a time.
         draw: Chooses.
         num_games: Games.
-        every: Plies between positions that are yielded.
+        every: Plies between positions that are yielded; with 1 nothing is searched that is not asked about later.
     """
     boards = [library().Board() for _ in range(num_games)]
     for board in boards:

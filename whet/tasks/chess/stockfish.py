@@ -14,7 +14,7 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
@@ -40,7 +40,9 @@ PLACES = ("/usr/games/stockfish", "/usr/local/bin/stockfish", "/opt/homebrew/bin
 INSTALL = (
     "install it: apt-get install stockfish (macOS: brew install stockfish), or name it in WHET_STOCKFISH"
 )
-_HASH_MIB = 4
+_HASH_MIB = 1
+"""A new game clears the table, and a small one is cleared sooner: 2,000 nodes fill none of it."""
+_KEPT_MOVES = 8
 
 
 class EngineError(UserError):
@@ -168,7 +170,7 @@ class Stockfish:
         async def end() -> None:
             while not self._idle.empty():
                 if (engine := self._idle.get_nowait()) is not None:
-                    await _end(engine)
+                    await end_process(engine)
             self._loop.stop()
 
         asyncio.run_coroutine_threadsafe(end(), self._loop)
@@ -212,34 +214,17 @@ class Stockfish:
             engine = await self._idle.get()
             try:
                 engine = engine or await self._start()
-                infos = await asyncio.wait_for(
-                    engine.analyse(
-                        board,
-                        chess.engine.Limit(nodes=self.nodes),
-                        multipv=self.num_lines,
-                        game=object(),  # a new game: no position may change another's lines
-                        info=chess.engine.INFO_SCORE | chess.engine.INFO_PV,
-                    ),
-                    self._deadline_s,
-                )
+                command = _search_command(board.fen(), self.nodes, self.num_lines)
+                lines = await asyncio.wait_for(engine.communicate(command), self._deadline_s)
             except (TimeoutError, chess.engine.EngineError) as error:
                 reason = str(error)[:200] or f"no answer in {self._deadline_s:g} s"
                 if engine is not None:
-                    await _end(engine)
+                    await end_process(engine)
                 engine = None
                 self.num_restarts += 1
                 continue
             finally:
                 self._idle.put_nowait(engine)
-            lines = [
-                Line(
-                    tuple(move.uci() for move in info["pv"][:8]),
-                    info["score"].relative.score(mate_score=MATE_CP),
-                )
-                for info in infos
-                if info.get("pv") and "score" in info
-            ]
-            lines.sort(key=lambda line: -line.cp)
             self.num_searched += 1
             if self._cache is not None:
                 self._cache.put(self._name(key), json.dumps([[line.moves, line.cp] for line in lines]))
@@ -259,6 +244,58 @@ class Stockfish:
             ) from None
         self._version = str(engine.id.get("name", "engine"))
         return engine
+
+
+def _search_command(fen: str, nodes: int, num_lines: int) -> Callable[[Any], Any]:
+    """Return what makes the command of one search for an engine of python-chess.
+
+    `engine.analyse` reads the moves of every line of every depth, which takes as long as a search of 2,000 nodes; here
+    the last line of each rank is read, once.
+    """
+
+    class Search(library().engine.BaseCommand):
+        def __init__(self, engine: Any) -> None:
+            super().__init__(engine)
+            self.engine, self.told = engine, dict[str, str]()
+
+        def start(self) -> None:
+            self.engine.send_line(f"setoption name MultiPV value {num_lines}")
+            self.engine.send_line("ucinewgame")  # no position may change another's lines
+            self.engine.send_line(f"position fen {fen}")
+            self.engine.send_line(f"go nodes {nodes}")
+
+        def line_received(self, line: str) -> None:
+            if line.startswith("info ") and " pv " in line and " score " in line:
+                self.told[line.partition(" multipv ")[2].partition(" ")[0]] = line
+            elif line.startswith("bestmove"):
+                if not self.result.done():
+                    self.result.set_result(_read_lines(list(self.told.values())))
+                self.set_finished()
+
+        def cancel(self) -> None:
+            self.engine.send_line("stop")
+
+    return Search
+
+
+def _read_lines(told: Sequence[str]) -> list[Line]:
+    """Read lines as an engine tells them (`info ... score cp 13 ... pv e2e4 e7e5`); return them best first.
+
+    Raises:
+        EngineError: Of python-chess, where one cannot be read.
+    """
+    found: list[Line] = []
+    for text in told:
+        head, _, moves = text.partition(" pv ")
+        kind, number = (head.partition(" score ")[2].split() + ["", ""])[:2]
+        try:
+            value = int(number)
+        except ValueError:
+            raise library().engine.EngineError(f"no score in {text[:100]!r}") from None
+        if kind == "mate":
+            value = MATE_CP - value if value > 0 else -MATE_CP - value
+        found.append(Line(tuple(moves.split()[:_KEPT_MOVES]), value))
+    return sorted(found, key=lambda line: -line.cp)
 
 
 @cache
@@ -294,7 +331,7 @@ def _mirrored(future: Future[list[Line]]) -> Future[list[Line]]:
     return turned
 
 
-async def _end(engine: Any) -> None:
+async def end_process(engine: Any) -> None:
     """End a process, also one that does not answer."""
     with contextlib.suppress(Exception):
         engine.transport.kill()
