@@ -15,7 +15,7 @@ import torch
 from whet.cli import Program
 from whet.config import align, dump_yaml
 from whet.editing.edit import NO_MODEL
-from whet.editing.sites import Read, Reader, hooked, start_ids
+from whet.editing.sites import Hook, Read, Reader, hooked, start_ids
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.lora.files import find_model
 from whet.model.steering import Steering
@@ -176,7 +176,7 @@ def _states(
             means[n].append(own_ND.mean(0))
             lengths[n] += float(own_ND.norm(dim=1).mean()) / len(rows)
 
-        hooks = [
+        hooks: list[Hook] = [
             (layer, "out", lambda x_ND, n=n, see=see: see(x_ND, n))
             for n, layer in enumerate(policy.model.layers)
         ]
