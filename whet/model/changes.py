@@ -257,20 +257,24 @@ def direction_of(before_AB: torch.Tensor, after_AB: torch.Tensor) -> Direction |
     )
 
 
+def measurable(before: str, after: str) -> list[str]:
+    """Return the names of the matrices that `changed_directions` measures.
+
+    Raises:
+        UserError: If a model is not there.
+    """
+    return list(_measurable(_Stored(before), _Stored(after)))
+
+
 def changed_directions(
-    before: str,
-    after: str,
-    *,
-    adapter: str = "",
-    advance: Callable[[str], None] = lambda name: None,
+    before: str, after: str, advance: Callable[[int], None] = lambda count: None
 ) -> dict[str, dict[str, Direction]]:
     """Measure the change of each matrix of the layers of two models; adapters count as merged.
 
     Args:
         before: Model folder, run folder, adapter or hub name that the other one began from.
         after: The other one.
-        adapter: An adapter on `before`.
-        advance: Called with each matrix's name.
+        advance: Called with 1 after each matrix.
 
     Returns:
         By layer ('layer 3') and by the matrix's name there ('mlp.down_proj'). What did not change is left out, and what
@@ -279,21 +283,28 @@ def changed_directions(
     Raises:
         UserError: If one of them is not there.
     """
-    old, new = _Stored(before, adapter), _Stored(after)
+    old, new = _Stored(before), _Stored(after)
     found: dict[str, dict[str, Direction]] = {}
-    for name in old.files:
-        layer, shape = LAYER.search(name), old.shape(name)
-        if layer is None or name not in new.files or shape is None or shape != new.shape(name):
-            continue
-        if len(shape) != 2 or not name.endswith(".weight") or min(shape) > WIDEST:
-            continue
-        (a,), (b,) = old.slices(name, shape[0]), new.slices(name, shape[0])
+    for name, rows in _measurable(old, new).items():
+        (a,), (b,) = old.slices(name, rows), new.slices(name, rows)
         direction = direction_of(a, b)
-        advance(name)
-        if direction is not None:
+        advance(1)
+        if direction is not None and (layer := LAYER.search(name)):
             short = name[layer.end() :].removesuffix(".weight")
             found.setdefault(f"layer {layer[1]}", {})[short] = direction
     return {name: found[name] for name in sorted(found, key=lambda name: int(name.split()[1]))}
+
+
+def _measurable(old: _Stored, new: _Stored) -> dict[str, int]:
+    """Return names and numbers of rows."""
+    found = {}
+    for name in old.files:
+        if not (LAYER.search(name) and name.endswith(".weight") and name in new.files):
+            continue
+        shape = old.shape(name)
+        if shape is not None and shape == new.shape(name) and len(shape) == 2 and min(shape) <= WIDEST:
+            found[name] = shape[0]
+    return found
 
 
 def summarise_directions(found: Mapping[str, Mapping[str, Direction]]) -> str:

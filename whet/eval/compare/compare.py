@@ -51,14 +51,14 @@ from whet.eval.metrics import BREAKDOWN
 from whet.eval.record import ROW, StoredEval, differences, read_eval
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
-from whet.model.changes import changed_directions, changed_weights, summarise_directions
+from whet.model.changes import changed_directions, changed_weights, measurable, summarise_directions
 from whet.model.changes import describe as describe_changes
 from whet.model.config import ModelConfig
 from whet.model.files import is_hub_name
 from whet.model.vision.reading import shown
 from whet.stats import share_interval
 from whet.storage.folder import check_folder, dated, open_run
-from whet.telemetry.display import clock, escape_controls
+from whet.telemetry.display import advancing, clock, escape_controls, open_display
 from whet.telemetry.provenance import no_run, resolve_run
 from whet.types import UserError
 
@@ -364,7 +364,9 @@ def _weights(places: Sequence[str], names: Sequence[str], *, directions: bool) -
             if facts["numbers"]:
                 row = {"name": names[b], "against": names[a], "text": describe_changes(facts), **facts}
                 if directions:
-                    changed = changed_directions(places[a], places[b])
+                    total = max(1, len(measurable(places[a], places[b])))
+                    with open_display(f"directions · {names[b]}", total, (), unit="matrix") as display:
+                        changed = changed_directions(places[a], places[b], advancing(display))
                     row["directions"] = {
                         layer: {name: asdict(one) for name, one in matrices.items()}
                         for layer, matrices in changed.items()
