@@ -290,6 +290,18 @@ def test_prepare_runs_once_in_the_server(pool: Callable[..., GraderPool], spec: 
         pool("where", prepare=spec("double"))
 
 
+def test_a_file_is_read_as_it_is_now(tmp_path: Path) -> None:
+    """Python's cache would take an edit of the same length within a second for none."""
+    file, found = tmp_path / "mine.py", []
+    for number in (1, 2):
+        file.write_text(f"def grade(x):\n    return {number}\n")
+        os.utime(file, (1e9, 1e9))
+        with GraderPool(f"{file}:grade", num_workers=1) as graders:
+            found += [outcome.value for outcome in graders.map([(0,)])]
+    assert found == [1, 2]
+    assert not (tmp_path / "__pycache__").exists()
+
+
 def test_a_file_may_import_its_neighbours_and_a_module_is_named_by_dots(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import helper\ndef grade():\n    return helper.NUMBER\n")
     (tmp_path / "helper.py").write_text("NUMBER = 17\n")

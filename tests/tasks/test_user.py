@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,20 @@ def test_a_good_task(tmp_path: Path) -> None:
     assert answer_type_of(both) == "choice"
     problem = both.problems("test")[1]
     assert both.judge_many([(problem, "?"), (problem, "A")]) == [None, True]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_file_is_read_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's cache would take an edit of the same length within a second for none."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    (tmp_path / "helper.py").write_text("TEXT = '!'")
+    prompts = []
+    for word in ("none", "nine"):
+        spec = write(tmp_path, GOOD.replace("none", word))
+        os.utime(tmp_path / "mine.py", (1e9, 1e9))
+        prompts.append(load_task(TaskConfig(name=spec)).problems("test")[0].prompt)
+        for name in [name for name in sys.modules if name.startswith("whet_user_")]:
+            monkeypatch.delitem(sys.modules, name)  # as another process would begin
+    assert prompts == ["none!", "nine!"]
 
 
 def test_a_task_of_the_main_script_is_not_run_again(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from whet.sandbox.graders.loading import spec_of
 from whet.sandbox.reentry import importing
 from whet.schema import ANSWER_TYPE_WORDS
 from whet.types import Problem, Turn, UserError
@@ -135,11 +136,11 @@ class UserTask:
         name = f"whet_user_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
         if name in sys.modules:
             return sys.modules[name]
-        spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
-        if spec is None or spec.loader is None:
+        if path.suffix != ".py" or not path.is_file():
             raise UserError(f"task file {str(self._file)!r}: no such file; check --task.name")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
+        spec = spec_of(name, path)
+        assert spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
         sys.path.append(str(path.parent))
         try:
             with importing(str(self._file)):

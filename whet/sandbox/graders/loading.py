@@ -8,8 +8,9 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 LONGEST_MESSAGE = 500
@@ -60,11 +61,26 @@ def import_file(path: Path) -> ModuleType:
     module = sys.modules.get(name)
     if module is None or module.__file__ != str(path):
         sys.path.insert(0, str(path.parent))
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None  # noqa: PT018
+        spec = spec_of(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        assert spec.loader is not None
         spec.loader.exec_module(module)
     return module
+
+
+class _Uncached(SourceFileLoader):
+    """Compiles a file as it is now: Python's cache takes an edit within a second that keeps the size for no edit."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+def spec_of(name: str, path: Path) -> ModuleSpec:
+    """Return what imports a user's file under a name: the text that it has now, whatever was compiled of it before."""
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Uncached(name, str(path)))
+    assert spec is not None
+    return spec
 
 
 def rebuild(parcel: Mapping[str, Any]) -> Callable[..., Any]:
