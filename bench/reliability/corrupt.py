@@ -11,10 +11,8 @@ from` damages the run that a policy starts from. Exit status 1 on any failure.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import multiprocessing
 import pickle
 import random
 import re
@@ -26,19 +24,21 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from tiny_runs import (
     Hook,
     Reference,
-    add_plant,
+    battery_options,
     command,
     content,
     differing,
     make_base,
     plant,
     reference,
+    run_trials,
+    shared_out,
     start,
 )
 
@@ -437,45 +437,34 @@ def table(trials: list[Trial]) -> str:
     return "\n".join(lines)
 
 
+def _failure(trial: Trial) -> str:
+    return f"{trial.program}, {trial.name} {trial.damage}: {trial.failure}" if trial.failure else ""
+
+
 def main() -> int:
     """Run the trials and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--trials", type=int, default=300)
+    parser = battery_options(__doc__, 300)
     parser.add_argument(
         "--matrix",
         action="store_true",
         help="besides, each of five damages to each file of the newest checkpoint, and each special case",
     )
-    parser.add_argument("--jobs", type=int, default=2, help="trials at once")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--only", default="", help=f"programs, by commas; all: {', '.join(HALTS)}, {START_FROM}"
     )
-    parser.add_argument("--json", action="store_true", help="print the trials as JSON lines before the table")
-    add_plant(parser)
     args = parser.parse_args()
     programs = args.only.split(",") if args.only else [*HALTS, START_FROM]
     began = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="whet-corrupt-"))
     plant(args.plant)
     base = make_base(work, programs)
-    shares = {name: list(range(place, args.trials, len(programs))) for place, name in enumerate(programs)}
+    shares = shared_out(programs, args.trials)
     portions = [
         (name, numbers, args.seed, str(work), str(base)) for name, numbers in shares.items() if numbers
     ]
     if args.matrix:
         portions += [(name, [], args.seed, str(work), str(base)) for name in programs if name in HALTS]
-    trials: list[Trial] = []
-    with multiprocessing.get_context("fork").Pool(args.jobs) as pool:
-        for done in pool.imap_unordered(worker, portions, chunksize=1):
-            trials += done
-            for trial in done:
-                if args.json:
-                    print(json.dumps(asdict(trial)), flush=True)
-                elif trial.failure:
-                    print(f"FAILED {trial.program}, {trial.name} {trial.damage}: {trial.failure}", flush=True)
+    trials: list[Trial] = run_trials(worker, portions, args, _failure)
     shutil.rmtree(work, ignore_errors=True)
     print(table(trials))
     failed = sum(trial.outcome == "FAILED" for trial in trials)

@@ -12,9 +12,6 @@ each run.
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
 import random
 import shutil
 import signal
@@ -29,7 +26,7 @@ from tiny_runs import (
     PROGRAMS,
     Hook,
     Reference,
-    add_plant,
+    battery_options,
     command,
     content,
     differing,
@@ -37,6 +34,7 @@ from tiny_runs import (
     make_base,
     plant,
     reference,
+    run_trials,
     start,
 )
 
@@ -161,18 +159,17 @@ def _line(name: str, trials: list[Trial]) -> str:
     return f"{name:<22}{len(trials):>8}{killed:>8}{kills:>8}{sum(not t.failures for t in trials):>8}"
 
 
+def _failure(trial: Trial) -> str:
+    return (
+        f"{trial.program}, killed at {'; '.join(trial.moments)}: {trial.failures}" if trial.failures else ""
+    )
+
+
 def main() -> int:
     """Run the trials and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--trials", type=int, default=200)
-    parser.add_argument("--jobs", type=int, default=2, help="trials at once")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = battery_options(__doc__, 200)
     parser.add_argument("--only", default="", help="programs, by commas; all: " + ", ".join(PROGRAMS))
     parser.add_argument("--fresh", action="store_true", help="an interpreter for each run, instead of a fork")
-    parser.add_argument("--json", action="store_true", help="print the trials as JSON lines before the table")
-    add_plant(parser)
     args = parser.parse_args()
     programs = args.only.split(",") if args.only else list(PROGRAMS)
     began = time.monotonic()
@@ -187,18 +184,7 @@ def main() -> int:
             portions.append(
                 (program, numbers[first : first + size], args.seed, str(work), str(base), args.fresh)
             )
-    trials: list[Trial] = []
-    with multiprocessing.get_context("fork").Pool(args.jobs) as pool:
-        for done in pool.imap_unordered(worker, portions, chunksize=1):
-            trials += done
-            for trial in done:
-                if args.json:
-                    print(json.dumps(asdict(trial)), flush=True)
-                elif trial.failures:
-                    print(
-                        f"FAILED {trial.program}, killed at {'; '.join(trial.moments)}: {trial.failures}",
-                        flush=True,
-                    )
+    trials: list[Trial] = run_trials(worker, portions, args, _failure)
     print(table(trials))
     failed = sum(bool(trial.failures) for trial in trials)
     print(f"{len(trials) - failed} of {len(trials)} ended bitwise equal, {time.monotonic() - began:.0f} s")

@@ -14,9 +14,7 @@ saved step may be refused in one line. Exit status 1 on any failure.
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -24,20 +22,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kill import choose, go_on, kill_once
 from tiny_runs import (
     PROGRAMS,
     Reference,
-    add_plant,
+    battery_options,
     command,
     content,
     differing,
     make_base,
     plant,
     reference,
+    run_trials,
+    shared_out,
     start,
 )
 
@@ -215,37 +215,26 @@ def table(trials: list[Trial]) -> str:
     return "\n".join(lines)
 
 
+def _failure(trial: Trial) -> str:
+    where = f"{trial.program}, {trial.moment}, {trial.disk}, step {trial.saved} saved"
+    return f"{where}: {trial.failure}" if trial.failure else ""
+
+
 def main() -> int:
     """Run the trials and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--trials", type=int, default=150)
-    parser.add_argument("--jobs", type=int, default=2, help="trials at once")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = battery_options(__doc__, 150)
     parser.add_argument("--only", default=",".join(RUNS), help="programs, by commas: " + ", ".join(PROGRAMS))
-    parser.add_argument("--json", action="store_true", help="print the trials as JSON lines before the table")
-    add_plant(parser)
     args = parser.parse_args()
     programs = args.only.split(",")
     began = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="whet-power-"))
     plant(args.plant)
     base = make_base(work, programs)
-    shares = {name: list(range(place, args.trials, len(programs))) for place, name in enumerate(programs)}
+    shares = shared_out(programs, args.trials)
     portions = [
         (name, numbers, args.seed, str(work), str(base)) for name, numbers in shares.items() if numbers
     ]
-    trials: list[Trial] = []
-    with multiprocessing.get_context("fork").Pool(args.jobs) as pool:
-        for done in pool.imap_unordered(worker, portions, chunksize=1):
-            trials += done
-            for trial in done:
-                if args.json:
-                    print(json.dumps(asdict(trial)), flush=True)
-                elif trial.failure:
-                    told = f"{trial.program}, {trial.moment}, {trial.disk}, step {trial.saved} saved"
-                    print(f"FAILED {told}: {trial.failure}", flush=True)
+    trials: list[Trial] = run_trials(worker, portions, args, _failure)
     shutil.rmtree(work, ignore_errors=True)
     print(table(trials))
     failed = sum(trial.outcome == "FAILED" for trial in trials)

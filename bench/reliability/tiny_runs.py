@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import importlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -22,8 +23,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -504,11 +505,49 @@ def command(program: str, out: Path, base: Path) -> list[str]:
     return [*words, "--out", str(out), *init]
 
 
-def add_plant(parser: argparse.ArgumentParser) -> None:
-    """Give a battery the option --plant."""
+def battery_options(doc: str | None, num_trials: int | None = None) -> argparse.ArgumentParser:
+    """Return the options that all batteries have, with --trials and --seed where they draw trials."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if num_trials is not None:
+        parser.add_argument("--trials", type=int, default=num_trials)
+        parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="trials at once")
+    parser.add_argument("--json", action="store_true", help="print the trials as JSON lines before the table")
     parser.add_argument(
         "--plant", choices=PLANTS, help="plant a fault, to see that the battery finds it (exit status 1)"
     )
+    return parser
+
+
+def shared_out(programs: Sequence[str], num_trials: int) -> dict[str, list[int]]:
+    """Deal numbers of trials out to programs, in turn."""
+    return {name: list(range(place, num_trials, len(programs))) for place, name in enumerate(programs)}
+
+
+def run_trials(
+    worker: Callable[[Any], list[Any]],
+    portions: Sequence[Any],
+    args: argparse.Namespace,
+    failure: Callable[[Any], str],
+) -> list[Any]:
+    """Do portions of trials in processes of their own, and print each as it is done.
+
+    Args:
+        worker: Does one portion; returns its trials, dataclasses.
+        portions: What it is called with.
+        args: What `battery_options` read: how many at once, and whether to print JSON.
+        failure: What to print of a trial; '' if it did not fail.
+    """
+    trials: list[Any] = []
+    with multiprocessing.get_context("fork").Pool(args.jobs) as pool:
+        for done in pool.imap_unordered(worker, portions, chunksize=1):
+            trials += done
+            for trial in done:
+                if args.json:
+                    print(json.dumps(asdict(trial)), flush=True)
+                elif text := failure(trial):
+                    print(f"FAILED {text}", flush=True)
+    return trials
 
 
 def plant(name: str | None) -> None:

@@ -17,9 +17,6 @@ Exit status 1 on any failure.
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
 import shutil
 import signal
 import sys
@@ -27,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -35,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import (
     FILES,
     Hook,
-    add_plant,
+    battery_options,
     command,
     content,
     differing,
@@ -43,6 +40,7 @@ from tiny_runs import (
     make_base,
     plant,
     reference,
+    run_trials,
     start,
 )
 
@@ -279,33 +277,24 @@ def worker(arguments: tuple[str, str, str, bool]) -> list[Trial]:
     return done
 
 
+def _failure(trial: Trial) -> str:
+    return f"{trial.kind}, {trial.name}: {trial.failure}" if trial.failure else ""
+
+
 def main() -> int:
     """Run the trials and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = battery_options(__doc__)
     parser.add_argument("--only", default=",".join(KINDS), help="kinds, by commas; all: " + ", ".join(KINDS))
-    parser.add_argument("--jobs", type=int, default=2, help="kinds at once")
     parser.add_argument(
         "--quick", action="store_true", help="a quarter of the rewards, inputs undone only once"
     )
-    parser.add_argument("--json", action="store_true", help="print the trials as JSON lines before the table")
-    add_plant(parser)
     args = parser.parse_args()
     began = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="whet-trouble-"))
     plant(args.plant)
     base = make_base(work, ["rl"])
     portions = [(kind, str(work), str(base), args.quick) for kind in args.only.split(",")]
-    trials: list[Trial] = []
-    with multiprocessing.get_context("fork").Pool(args.jobs) as pool:
-        for done in pool.imap_unordered(worker, portions, chunksize=1):
-            trials += done
-            for trial in done:
-                if args.json:
-                    print(json.dumps(asdict(trial)), flush=True)
-                elif trial.failure:
-                    print(f"FAILED {trial.kind}, {trial.name}: {trial.failure}", flush=True)
+    trials: list[Trial] = run_trials(worker, portions, args, _failure)
     shutil.rmtree(work, ignore_errors=True)
     outcomes = ("refused", "ended", "contained", "FAILED")
     print(f"{'':<12}{'trials':>8}" + "".join(f"{outcome:>11}" for outcome in outcomes))
