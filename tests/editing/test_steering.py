@@ -195,6 +195,18 @@ def test_an_evaluation_names_what_was_added(folder: Path, vectors: Path) -> None
     assert found[1]["steering"] != found[2]["steering"]
 
 
+def test_pairs_that_contradict_each_other_are_told_of(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turned = [{"positive": pair["negative"], "negative": pair["positive"]} for pair in PAIRS]
+    for name, pairs in (("agreed", PAIRS), ("turned", [PAIRS[0], turned[1]])):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        assert __main__.run(["steer", str(folder), "--pairs", str(file), "--out", str(tmp_path / name)]) == 0
+        warned = "held-out pairs are parted no better than by chance" in capsys.readouterr().out
+        assert warned is (name == "turned")
+
+
 def test_python(folder: Path, tmp_path: Path) -> None:
     policy = whet.load(folder)
     steering = whet.steer(policy, PAIRS, layers=(1, 2))

@@ -26,6 +26,8 @@ from whet.types import UserError
 
 RECORD = "steering.json"
 Reading = Literal["last", "mean"]
+CHANCE = 0.5
+"""Share of pairs that any direction parts."""
 FEWEST = 2
 """Pairs: of one alone nobody can say whether the direction holds for others."""
 
@@ -260,6 +262,12 @@ def main(config: SteerConfig) -> None:
     for row in content["directions"]:
         mark = "  <- added behind it" if row["layer"] in content["layers"] else ""
         print(f"{row['layer']:>5}{row['share_of_stream']:>24.1%}{row['parted_held_out']:>23.1%}{mark}")
+    chosen = (row for row in content["directions"] if row["layer"] in content["layers"])
+    if weak := [str(row["layer"]) for row in chosen if row["parted_held_out"] <= CHANCE]:
+        print(
+            f"whet: warning: behind layer {', '.join(weak)} held-out pairs are parted no better than by chance: give "
+            "more pairs, or another layer (--layers)"
+        )
     option = f"--policy.steering {shlex.quote(config.out)}=1"
     model = shlex.quote(config.policy.init)
     print(f"\ndone: {config.out}")
