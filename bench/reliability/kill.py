@@ -35,6 +35,7 @@ from tiny_runs import (
     plant,
     reference,
     run_trials,
+    shared_out,
     start,
 )
 
@@ -177,8 +178,7 @@ def main() -> int:
     plant(args.plant)
     base = make_base(work, programs)
     portions = []
-    for place, program in enumerate(programs):
-        numbers = list(range(place, args.trials, len(programs)))
+    for program, numbers in shared_out(programs, args.trials).items():
         size = max(10, -(-len(numbers) // 2))
         for first in range(0, len(numbers), size):
             portions.append(
