@@ -172,9 +172,7 @@ class Opponent:
         try:
             return self._loop.run_until_complete(self._choose(boards))
         except (TimeoutError, OSError, library().engine.EngineError) as error:
-            raise EngineError(
-                f"{self._path} failed ({str(error)[:200] or 'no answer'}); {INSTALL}"
-            ) from None
+            raise EngineError(f"{self._path} failed ({str(error)[:200] or 'no answer'}); {INSTALL}") from None
 
     async def _choose(self, boards: Sequence[chess.Board]) -> list[str]:
         chess = library()
