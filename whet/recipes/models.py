@@ -152,7 +152,7 @@ def rookworld_policy(init: str) -> PolicyConfig:
 
 
 def chess_policy(init: str = "") -> PolicyConfig:
-    """A 0.6 M parameter Llama over pieces on squares, moves and numbers: random weights, or those of an earlier stage."""
+    """A 0.6 M parameter Llama over pieces on squares, moves and numbers, random or from an earlier stage."""
     if init:
         return PolicyConfig(init=init, max_rows=256)
     shape = ModelConfig(
