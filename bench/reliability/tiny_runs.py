@@ -318,8 +318,8 @@ def _killing(
         if is_it and hook.harm:
             if hook.aside:
                 Path(hook.harm).rename(hook.aside)
-            else:
-                shutil.rmtree(hook.harm)
+            while not hook.aside and Path(hook.harm).exists():  # a thread may be writing a checkpoint there
+                shutil.rmtree(hook.harm, ignore_errors=True)
             is_it = False
         if is_it and point == "torn append":
             function(arguments[0], arguments[1][: len(arguments[1]) // 2])
@@ -351,7 +351,11 @@ def _writing_down(fsync: Callable[[int], None], journal: Path) -> Callable[[int]
         else:
             data = Path(f"/proc/self/fd/{descriptor}").read_bytes()
             row["blob"] = hashlib.sha256(data).hexdigest()
-            (journal / row["blob"]).write_bytes(data)
+            blob = journal / row["blob"]
+            if not blob.exists():  # whole or not at all: the process may be killed here
+                partial = journal / f"{blob.name}.{threading.get_ident()}"
+                partial.write_bytes(data)
+                partial.replace(blob)
         _append(journal, row)
 
     return wrapped

@@ -242,8 +242,7 @@ def try_rewards(work: Path, base: Path, *, quick: bool) -> list[Trial]:
         out = work / "run"
         shutil.rmtree(out, ignore_errors=True)
         (base.parent / "own.py").write_text(f"def length(problem, completion):\n    return {value}\n")
-        words = [*command("rl own", out, base), "--preflight", "warn", "--num-steps", "2"]
-        run = start(_last_wins(words), work / "log")
+        run = start([*command("rl own", out, base), "--preflight", "warn"], work / "log")
         status, output = run.wait()
         failure = "hung" if status == 1000 else one_line(status, output) if status else not_finite(out)
         if pids := leaked(run.pid):
@@ -252,18 +251,6 @@ def try_rewards(work: Path, base: Path, *, quick: bool) -> list[Trial]:
             Trial("rewards", name, "FAILED" if failure else "refused" if status else "ended", failure)
         )
     return done
-
-
-def _last_wins(words: list[str]) -> list[str]:
-    """Drop the first of an option that is given twice."""
-    kept: list[str] = []
-    for place, word in enumerate(words):
-        if word.startswith("--") and word in words[place + 1 :]:
-            continue
-        if place and words[place - 1].startswith("--") and words[place - 1] in words[place:]:
-            continue
-        kept.append(word)
-    return kept
 
 
 def try_objects(work: Path, base: Path, *, quick: bool) -> list[Trial]:
