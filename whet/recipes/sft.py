@@ -115,19 +115,19 @@ def chess() -> SFTConfig:
         policy=chess_policy(),
         task=CHESS,
         optim=OptimConfig(
-            lr=4e-3,
+            lr=3e-3,
             optimizer="muon",
             schedule="linear",
-            warmup_steps=20,
+            warmup_steps=30,
             final_lr_share=0.05,
             beta2=0.98,
             weight_decay=0.05,
         ),
-        num_steps=750,
-        batch_size=64,
+        num_steps=2000,
+        batch_size=32,
         validation_problems=256,
-        validate_every=150,
-        save_every=150,
+        validate_every=500,
+        save_every=500,
     )
 
 
