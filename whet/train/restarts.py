@@ -1,7 +1,7 @@
 """`whet rl|sft|dpo|rft ... --restarts N`: start a training again after a crash, from its last checkpoint.
 
-The training runs in a process of its own; this one only waits for it, and imports no torch. A mistake of the user's and
-an end that was asked for are no crashes.
+The training runs in a process of its own; this one only waits for it. A mistake of the user's and an end that was asked
+for are no crashes.
 """
 
 from __future__ import annotations
