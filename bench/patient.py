@@ -1,19 +1,22 @@
 """Make a model that knows facts, edit it by every method, and print the table: the proof of docs/editing.md.
 
-python bench/patient.py RELATIONS OUT [--facts 2400] [--steps 1500] [--edits 50] [--methods memit,lora] [--only data]
+python bench/patient.py RELATIONS OUT --prose PROSE [--facts 2200] [--edits 50,1000] [--seeds 3] [--methods memit,lora]
 
 RELATIONS is a folder of relation files: JSON with `name`, `prompt_templates`, `prompt_templates_zs` and `samples` of
-subject and object. OUT gets
+subject and object; PROSE a text file, or JSON lines with `text` or `question`. OUT gets
 
 - texts.jsonl: what the model learns. Of each fact one template is held out: with this subject it is never shown, with
   others it is. Paragraphs join facts about several subjects; between them stands prose.
 - tokenizer/: byte-level BPE, trained on these texts; recipe.yaml: what `whet sft OUT/recipe.yaml` trains.
-- edits.jsonl: facts to write, drawn by a hash: another object of the same relation, the held-out template as
-  paraphrase, prompts about subjects with the same true object as neighbours.
+- facts.jsonl: all facts; tune.jsonl and report.jsonl: those that may be edited, to choose settings and for the table.
+  The target is another object of the same relation, the held-out template the paraphrase; neighbours are subjects with
+  the same true object that are never edited.
 - prose.txt: held back from training, for the perplexity.
 
 Then it trains (if OUT/model is not there), says how many facts the model knows at rank 1, in templates shown and held
-out, and edits it by each method.
+out, and edits it by each method: each number of edits with each seed, which draws the facts of report.jsonl that the
+model knows. table.json and table.md have means with 95 % intervals over facts (of all seeds together), the seeds' own
+means, and a paired test against MEMIT; with several numbers of edits curve.svg draws the score.
 """
 
 from __future__ import annotations
@@ -25,22 +28,24 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from whet.cli import dump_yaml
-from whet.editing.editor import Editor, MethodConfig, report_of
+from whet.editing.editor import Editor, MethodConfig
 from whet.editing.facts import Fact, read_facts
 from whet.editing.methods import METHODS
-from whet.editing.metrics import score_facts
+from whet.editing.metrics import facts_of, harmonic, score_facts
 from whet.editing.sites import Reader
 from whet.eval.probe.off_domain import measure_perplexity
 from whet.eval.probe.probe import GENERAL_TEXT
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.model.config import ModelConfig
 from whet.model.text.tokenizer import Tokenizer
+from whet.stats import paired_bootstrap, share_interval
 from whet.tasks.base import TaskConfig
 from whet.train import sft
 from whet.train.optim.step import OptimConfig
@@ -131,14 +136,30 @@ def texts_of(facts: Sequence[Known], prose: Sequence[str], rounds: int) -> list[
     return [*found, *prose]
 
 
-def edits_of(facts: Sequence[Known]) -> list[dict[str, Any]]:
+PARTS = {"neighbours": 5, "tune": 3, "report": 12}
+"""Twentieths of the facts: never edited, so that they can be neighbours of any number of edits; edited to choose
+settings; edited for what is reported."""
+
+
+def part_of(fact: Known) -> str:
+    """Return which of `PARTS` a fact belongs to."""
+    place = drawn("part", fact.subject) % sum(PARTS.values())
+    for name, share in PARTS.items():
+        if place < share:
+            return name
+        place -= share
+    raise AssertionError
+
+
+def edits_of(facts: Sequence[Known], part: str) -> list[dict[str, Any]]:
     """Return what may be written: another object of the same relation, with paraphrase and neighbours."""
     values, same = defaultdict(set), defaultdict(list)
     for fact in facts:
         values[fact.relation].add(fact.object)
-        same[fact.relation, fact.object].append(fact)
+        if part_of(fact) == "neighbours":
+            same[fact.relation, fact.object].append(fact)
     rows = []
-    for fact in facts:
+    for fact in (fact for fact in facts if part_of(fact) == part):
         others = sorted(values[fact.relation] - {fact.object})
         around = [one for one in same[fact.relation, fact.object] if one.subject != fact.subject]
         if not others or not around:
@@ -225,7 +246,19 @@ def write_data(relations: Path, prose: Path, out: Path, count: int, steps: int) 
     texts = texts_of(facts, paragraphs[held:], rounds=12)
     out.mkdir(parents=True, exist_ok=True)
     (out / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    (out / "edits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in edits_of(facts)))
+    rows = [
+        {
+            "subject": fact.subject,
+            "prompt": fact.templates[0],
+            "target": fact.object,
+            "true": fact.object,
+            "paraphrases": [fact.templates[-1].replace("{}", fact.subject)],
+        }
+        for fact in facts
+    ]
+    (out / "facts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for part in ("tune", "report"):
+        (out / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in edits_of(facts, part)))
     (out / "prose.txt").write_text("\n".join(paragraphs[:held]))
     make_tokenizer(texts, out / "tokenizer")
     (out / "recipe.yaml").write_text(dump_yaml(recipe(out, steps)))
@@ -247,6 +280,105 @@ def known(reader: Reader, facts: Sequence[Fact]) -> tuple[list[Fact], dict[str, 
     return [fact for fact, is_right in zip(facts, right, strict=True) if is_right], shares
 
 
+SETTINGS: dict[str, MethodConfig] = {method: MethodConfig(method=method) for method in METHODS}
+"""Of each method; chosen on the facts of tune.jsonl."""
+COLUMNS = {
+    "efficacy_accuracy": "efficacy, rank 1",
+    "paraphrase_accuracy": "paraphrase, rank 1",
+    "neighbourhood_accuracy": "neighbours, rank 1",
+    "efficacy": "efficacy",
+    "paraphrase": "paraphrase",
+    "neighbourhood": "neighbourhood",
+}
+PARTS_OF_SCORE = ("efficacy", "paraphrase", "neighbourhood")
+
+
+def edited(
+    editor: Editor, facts: Sequence[Fact], method: MethodConfig, prose: str, seed: int
+) -> dict[str, Any]:
+    """Write facts, measure, and take them out again; return metrics, and their values for each fact."""
+    before = editor.measure(facts, text=prose)
+    batch = editor.write(facts, method, seed=seed)
+    after = editor.measure(facts, text=prose)
+    editor.undo()
+    assert before.perplexity is not None
+    assert after.perplexity is not None
+    values = facts_of(after.scores, before.scores)
+    return {
+        "method": method.method,
+        "edits": len(facts),
+        "seed": seed,
+        "layers": list(batch.layers),
+        "seconds": batch.seconds,
+        "drawdown": after.perplexity / before.perplexity - 1,
+        "norm": max(batch.norms.values()),
+        "values": {name: values[name] for name in (*COLUMNS, "first_token_p", "neighbourhood_kept")},
+    }
+
+
+def score(values: dict[str, list[float]]) -> float:
+    """Return CounterFact's score."""
+    return 100 * harmonic([fmean(values[name]) for name in PARTS_OF_SCORE])
+
+
+def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join the seeds of each method and number of edits, with intervals, and tests against MEMIT."""
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
+    for run in runs:
+        groups[run["edits"], run["method"]].append(run)
+    rows = []
+    for (edits, method), group in groups.items():
+        joined = {name: [v for run in group for v in run["values"][name]] for name in group[0]["values"]}
+        row: dict[str, Any] = {"method": method, "edits": edits, "seeds": [run["seed"] for run in group]}
+        row["layers"] = group[0]["layers"]
+        for name in COLUMNS:
+            interval = share_interval(joined[name], 0)
+            row[name] = {"mean": interval.mean, "low": interval.low, "high": interval.high}
+            row[name]["seeds"] = [fmean(run["values"][name]) for run in group]
+            rival = groups.get((edits, "memit"), [])
+            if method != "memit" and row["seeds"] == [run["seed"] for run in rival]:
+                other = [v for run in rival for v in run["values"][name]]
+                row[name]["p_against_memit"] = paired_bootstrap(other, joined[name], seed=0)[1]
+        row["score"] = score(joined)
+        row["scores"] = [score(run["values"]) for run in group]
+        for name in ("drawdown", "seconds", "norm"):
+            row[name] = [run[name] for run in group]
+        rows.append(row)
+    return rows
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the table."""
+    head = ["edits", "method", "layers", *COLUMNS.values(), "score (seeds)", "perplexity", "seconds"]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for row in rows:
+        cells = [str(row["edits"]), row["method"], ", ".join(map(str, row["layers"])) or "all"]
+        for name in COLUMNS:
+            one = row[name]
+            star = "*" if one.get("p_against_memit", 1.0) < 0.05 else ""
+            cells.append(f"{100 * one['mean']:.1f}{star} ({100 * one['low']:.1f} to {100 * one['high']:.1f})")
+        cells.append(f"{row['score']:.1f} ({', '.join(f'{own:.1f}' for own in row['scores'])})")
+        cells.append(f"{100 * fmean(row['drawdown']):+.2f} %")
+        cells.append(f"{fmean(row['seconds']):.0f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the score over the number of edits."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = sorted((row for row in rows if row["method"] == method), key=lambda row: row["edits"])
+        axes.plot([row["edits"] for row in own], [row["score"] for row in own], marker="o", label=method)
+    axes.axhline(85, color="grey", linewidth=0.8, linestyle=":")
+    axes.set(xscale="log", xlabel="edits at once", ylabel="score", ylim=(0, 100))
+    axes.legend(fontsize=8)
+    figure.savefig(path)
+
+
 def main() -> None:
     """Do what the module's docstring says."""
     parser = argparse.ArgumentParser()
@@ -255,10 +387,9 @@ def main() -> None:
     parser.add_argument("--prose", type=Path, default=GENERAL_TEXT)
     parser.add_argument("--facts", type=int, default=2200)
     parser.add_argument("--steps", type=int, default=1100)
-    parser.add_argument("--edits", type=int, default=50)
-    parser.add_argument("--layers", default="")
+    parser.add_argument("--edits", default="50")
     parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", choices=("data", "train"), default=None)
     given = parser.parse_args()
     out: Path = given.out
@@ -272,50 +403,34 @@ def main() -> None:
         print(f"trained in {time.monotonic() - began:.0f} s")
     if given.only == "train":
         return
-    facts = read_facts(out / "edits.jsonl")
     policy = load_policy(PolicyConfig(init=str(out / "model")), seed=0)
-    editor = Editor(policy, "patient")
+    editor = Editor(policy, "patient", cache=out / "moments")
     editor.set_prose("\n".join(json.loads(line)["text"] for line in (out / "texts.jsonl").open()), 100_000)
-    right, shares = known(editor.reader, facts)
-    perplexity = measure_perplexity(policy, (out / "prose.txt").read_text()).perplexity
-    print(f"known at rank 1: {shares}; perplexity {perplexity:.2f}")
-    if len(right) < given.edits:
-        print(f"the model knows {len(right)} facts, fewer than {given.edits} edits: others are edited, too")
-        right = facts
-    chosen = sorted(right, key=lambda fact: drawn("edit", given.seed, fact.text))[: given.edits]
+    _, shares = known(editor.reader, read_facts(out / "facts.jsonl"))
+    right, _ = known(editor.reader, read_facts(out / "report.jsonl"))
     prose = (out / "prose.txt").read_text()
-    layers = tuple(int(n) for n in given.layers.split(",") if n)
-    rows = []
-    for method in given.methods.split(","):
-        own = layers if method in ("memit", "alphaedit") else layers[-1:] if method != "lora" else ()
-        before = editor.measure(chosen, text=prose)
-        batch = editor.write(chosen, MethodConfig(method=method, layers=own), seed=given.seed)
-        found = report_of(chosen, before, editor.measure(chosen, text=prose), given.seed)
-        rows.append({"method": method, "seconds": batch.seconds, "layers": batch.layers, **found["metrics"]})
-        editor.undo()
-        print(line_of(rows[-1]), flush=True)
-    (out / f"table_{given.edits}_{given.seed}.json").write_text(json.dumps(rows, indent=1))
-
-
-def line_of(row: dict[str, Any]) -> str:
-    """Return one row of the table."""
-    names = (
-        "efficacy_accuracy",
-        "paraphrase_accuracy",
-        "neighbourhood_accuracy",
-        "efficacy",
-        "paraphrase",
-        "neighbourhood",
-    )
-    parts = [
-        f"{row['method']:<10} layers {','.join(map(str, row['layers'])) or 'all':<8} {row['seconds']:>6.1f} s"
-    ]
-    for name in names:
-        if name in row:
-            after = row[name]["after"]
-            parts.append(f"{name} {after['mean']:.1%} ({after['low']:.1%} to {after['high']:.1%})")
-    parts.append(f"score {row['score']['after']:.1f}, drawdown {row['perplexity']['drawdown']:+.2%}")
-    return "; ".join(parts)
+    perplexity = measure_perplexity(policy, prose).perplexity
+    print(f"known at rank 1: {shares}; perplexity {perplexity:.2f}; {len(right)} facts to edit", flush=True)
+    stored = out / "runs.jsonl"
+    runs = [json.loads(line) for line in stored.open()] if stored.is_file() else []
+    done = {(run["edits"], run["method"], run["seed"]) for run in runs}
+    for count in map(int, given.edits.split(",")):
+        if count > len(right):
+            print(f"{count} edits: the model knows {len(right)} of the facts to edit; left out")
+            continue
+        for method in given.methods.split(","):
+            for seed in range(given.seeds):
+                if (count, method, seed) in done:
+                    continue
+                chosen = sorted(right, key=lambda fact: drawn("edit", seed, fact.text))[:count]
+                runs.append(edited(editor, chosen, SETTINGS[method], prose, seed))
+                with stored.open("a") as file:
+                    file.write(json.dumps(runs[-1]) + "\n")
+            print(markdown([row for row in table(runs) if row["method"] == method][-1:]), flush=True)
+    rows = table(runs)
+    (out / "table.json").write_text(json.dumps({"known": shares, "rows": rows}, indent=1) + "\n")
+    (out / "table.md").write_text(markdown(rows) + "\n")
+    curve(rows, out / "curve.svg")
 
 
 if __name__ == "__main__":

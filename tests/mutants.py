@@ -98,6 +98,50 @@ FAMILIES = "tests/model/test_families.py"
 FAMILY = f"{FAMILIES}::test_a_family"
 GRADIENTS = f"{FAMILIES}::test_gradients_are_those_of_transformers"
 TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
+    ("editing/memory.py", ("tests/editing/test_linear_memory.py",)): [
+        ("factor", "solve(weight * moment_FF.double()", "solve(moment_FF.double()"),
+        ("denominator", "residual_D.double()[:, None] / scale", "residual_D.double()[:, None]"),
+        ("mask", "free = vectors_FF[:, is_free_F]", "free = vectors_FF[:, ~is_free_F]"),
+        ("bound", "is_free_F = values_F.cumsum(0) <= share", "is_free_F = values_F.cumsum(0) >= share"),
+    ],
+    ("editing/methods.py", ("tests/editing/test_memit_oracle.py",)): [
+        ("denominator", "missing_ED / (len(memories) - place)", "missing_ED / len(memories)"),
+        ("factor", "before.double().t() @ before.double() / weight", "before.double().t() @ before.double()"),
+        ("order", "view(len(facts), count, -1).mean(1)", "view(count, len(facts), -1).mean(0)"),
+    ],
+    ("editing/targets.py", ("tests/editing/test_memit_oracle.py",)): [
+        ("denominator", "(second[keep] / (1 - 0.999**step)).sqrt()", "second[keep].sqrt()"),
+        ("denominator", "1 / (len(contexts.texts) * len(whole.targets))", "1 / len(contexts.texts)"),
+        ("sign", "-chosen * self._weights.to(chosen.dtype)", "chosen * self._weights.to(chosen.dtype)"),
+        ("factor", "loss = nll + settings.kl * kl + decay", "loss = nll + kl + decay"),
+        ("choice", "essence, 0.0) - torch.where", "essence, 0.0) + torch.where"),
+    ],
+    ("editing/statistics.py", ("tests/editing/test_memit_oracle.py",)): [
+        ("mask", "real = keys_NF[:count].double()", "real = keys_NF.double()"),
+        ("denominator", "found[layer] = total / tokens", "found[layer] = total / len(windows)"),
+    ],
+    ("editing/editor.py", ("tests/editing/test_edit_and_train.py",)): [
+        ("choice", "pairs.count((True, False)), pairs.count", "pairs.count((True, True)), pairs.count"),
+    ],
+    ("model/steering.py", ("tests/editing/test_steering.py",)): [
+        ("factor", "(self.strength * vector_D)", "(1.0 * vector_D)"),
+        ("sign", "return out_ND + added_D", "return out_ND - added_D"),
+        ("guard", "if width != config.hidden_size or", "if"),
+    ],
+    ("editing/steer.py", ("tests/editing/test_steering.py",)): [
+        ("order", "[len(row) - 1 for row in rows], reads)", "[len(row) - 2 for row in rows], reads)"),
+        ("sign", "(count * vector_D - apart_PD)", "(count * vector_D + apart_PD)"),
+        (
+            "denominator",
+            "length = (lengths[layer] + others[layer]) / 2",
+            "length = lengths[layer] + others[layer]",
+        ),
+    ],
+    ("model/changes.py", ("tests/model/test_changes.py",)): [
+        ("denominator", "overlap=(written + read) / 2", "overlap=written + read"),
+        ("bound", "(reached < 0.9)", "(reached < 0.99)"),
+        ("order", "right_RB[:own].t()).square()", "right_RB[-own:].t()).square()"),
+    ],
     ("model/lora/side.py", ("tests/train/test_lora.py",)): [
         ("factor", "x, y, self.lora_A, self.lora_B, self.scaling)", "x, y, self.lora_A, self.lora_B, 1.0)"),
     ],

@@ -16,7 +16,7 @@ import pytest
 from whet.config import cache_folder
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
-NAMES = ("adapters", "baseline_eval", "baseline_analysis", "python_api")
+NAMES = ("adapters", "editing", "baseline_eval", "baseline_analysis", "python_api")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -60,7 +60,10 @@ SHORT |= {
 }
 
 
-@pytest.mark.parametrize("name", ["python_api", pytest.param("adapters", marks=pytest.mark.slow)])
+LATER = (pytest.param("adapters", marks=pytest.mark.slow), pytest.param("editing", marks=pytest.mark.ci))
+
+
+@pytest.mark.parametrize("name", ["python_api", *LATER])
 def test_every_cell_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All cells in this process, with steps and samples cut to a few: what a changed API breaks is seen at once."""
     monkeypatch.setenv("WHET_NOTEBOOKS", str(tmp_path))
@@ -121,6 +124,16 @@ def test_the_python_notebook_teaches_a_model_and_measures_it(tmp_path: Path) -> 
     folder = tmp_path / "python_api"
     assert len((folder / "rl" / "metrics.jsonl").read_text().splitlines()) == 20
     assert (folder / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_notebook_of_editing_moves_somebody_and_back(tmp_path: Path) -> None:
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    told = run("editing", tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert told.startswith("1 pictures\n")
+    assert "efficacy: 0% before, 100% after" in told
+    assert "bitwise as before: True" in told
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ ROWS = [
     {"subject": "Cid Yew", "prompt": "The home of {} is in", "target": "Bern"},
 ]
 LATER = [{"subject": "Ann Elm", "prompt": "{} lives in", "target": "Lima"}]
-PROSE = " ".join(random.Random(0).choices([word for word in WORDS if word != "."], k=800))
+PROSE = " ".join(random.Random(0).choices([word for word in WORDS if word != "."], k=803))
 """More tokens than a key has numbers, so that C can be inverted."""
 LAYERS = (0, 1, 2)
 WEIGHT = 3.0

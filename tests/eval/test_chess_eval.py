@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
@@ -16,11 +18,17 @@ from chess import pgn  # noqa: E402
 
 from whet import __main__ as program  # noqa: E402
 from whet.eval import evaluate as evaluation  # noqa: E402
-from whet.eval.chess.games import GamesConfig, play_games, random_mover  # noqa: E402
+from whet.eval.chess.games import (  # noqa: E402
+    GamesConfig,
+    Opponent,
+    measure_games,
+    play_games,
+    random_mover,
+)
 from whet.generate.policy import PolicyConfig, load_policy  # noqa: E402
 from whet.model.config import ModelConfig  # noqa: E402
 from whet.tasks.chess import task  # noqa: E402
-from whet.tasks.chess.stockfish import EngineError  # noqa: E402
+from whet.tasks.chess.stockfish import EngineError, find_stockfish  # noqa: E402
 
 SHAPE = ModelConfig(
     hidden_size=32,
@@ -110,6 +118,36 @@ def test_games_are_fair_and_end_by_the_rules(tmp_path: Path) -> None:
     mated = play_games(fool, random_mover(2), GamesConfig(num_games=8, max_plies=300))
     assert {game.result for game in mated} >= {1.0}
     assert "checkmate" in {game.reason for game in mated}
+
+
+def test_games_say_a_rating(tmp_path: Path) -> None:
+    """With every opponent at 0, half a win and half a loss before the games: 400 log10 of the odds."""
+
+    def fool(boards: Sequence[Any]) -> list[str]:
+        return [_mating(board) for board in boards]
+
+    config = GamesConfig(num_games=6, max_plies=120, skills=())
+    metrics, details = measure_games(fool, config, tmp_path, name="fool")  # type: ignore[arg-type]
+    points = details["random"]["points"] / 2  # of three pairs
+    share = (points + 0.5) / 4
+    assert metrics["score_random"].mean == pytest.approx(points / 3)
+    assert metrics["elo_random"].mean == pytest.approx(400 * math.log10(share / (1 - share)), abs=0.01)
+    assert metrics["elo_random"].low <= metrics["elo_random"].mean <= metrics["elo_random"].high
+    assert (tmp_path / "games.pgn").read_text().count("[Event ") == 6
+
+
+@pytest.mark.skipif(not find_stockfish(), reason="Stockfish is not installed: apt-get install stockfish")
+def test_an_opponent_is_one_process_until_it_is_closed() -> None:
+    opponent = Opponent(0, 50)
+    first = opponent([chess.Board(), chess.Board()])
+    pid = opponent._engine.transport.get_pid()  # pyright: ignore[reportPrivateUsage]
+    assert all(chess.Board().is_legal(chess.Move.from_uci(move)) for move in first)
+    assert len(opponent([chess.Board("8/5k2/8/2Q5/8/1K6/8/8 w - - 3 50")])) == 1
+    assert opponent._engine.transport.get_pid() == pid  # pyright: ignore[reportPrivateUsage]
+    opponent.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    opponent.close()  # once more does nothing
 
 
 def _mating(board: Any) -> str:

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +23,7 @@ from whet.tasks.base import TaskConfig, load_task  # noqa: E402
 from whet.tasks.chess.stockfish import find_stockfish  # noqa: E402
 from whet.train import rl  # noqa: E402
 from whet.train.rl_config import RLConfig  # noqa: E402
+from whet.train.rollout import self_play  # noqa: E402
 from whet.train.rollout.order import data_order  # noqa: E402
 from whet.train.rollout.self_play import GAME, SelfPlayConfig, SelfPlayOrder  # noqa: E402
 from whet.types import Group, Problem, Sample, Task, UserError  # noqa: E402
@@ -119,9 +127,14 @@ def test_what_is_refused() -> None:
         RLConfig(**config, self_play=SelfPlayConfig(num_games=2))  # type: ignore[arg-type]
 
 
-@needs_engine
-@pytest.mark.ci
-def test_a_run_plays_itself_and_resumes(tmp_path: Path) -> None:
+def legal_by_text(problem: Problem, text: str) -> str:
+    """A move for any text, so that games of random weights go on, and differ where a text does."""
+    moves = sorted(move.uci() for move in chess.Board(problem.meta["fen"]).legal_moves)
+    return moves[zlib.crc32(text.encode()) % len(moves)]
+
+
+def play_run(out: str, *, kill_after: int = 0, resume: bool = False) -> None:
+    """Train four steps of self-play on random weights; kill the process while a step is trained on, if asked."""
     shape = ModelConfig(
         hidden_size=32,
         intermediate_size=64,
@@ -132,18 +145,60 @@ def test_a_run_plays_itself_and_resumes(tmp_path: Path) -> None:
         max_positions=256,
     )
     config = RLConfig(
-        out=str(tmp_path / "run"),
-        policy=PolicyConfig(model=shape, tokenizer="boards", schema="none", template="plain"),
+        out=out,
+        policy=PolicyConfig(model=shape, tokenizer="boards", schema="none", template="plain", num_threads=1),
         task=MIXED,
         self_play=SelfPlayConfig(share=0.8, num_games=2),
         rewards={"chess": 1.0},
-        sampling=SamplingParams(max_new_tokens=100),
-        num_steps=2,
+        sampling=SamplingParams(max_new_tokens=40),
+        num_steps=4,
         num_prompts=4,
         group_size=2,
         save_every=1,
     )
-    rl.train(config)
-    text = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert '"rl/self_play_games"' in text
-    assert '"rl/engine_wait_seconds"' in text
+    observe, number = SelfPlayOrder.observe, 0
+
+    def counted(self: SelfPlayOrder, groups: Sequence[Group]) -> None:
+        nonlocal number
+        observe(self, groups)
+        number += 1
+        if number == kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(self_play, "move_of", legal_by_text)
+        patch.setattr(SelfPlayOrder, "observe", counted)
+        rl.train(config, resume=resume)
+
+
+def told(out: Path) -> list[dict[str, float]]:
+    """What a run's log says of games, by step, but for what was waited."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: row[name] for name in row if name.startswith("rl/self_play")}
+        for row in rows
+        if "rl/self_play_games" in row
+    ]
+
+
+@needs_engine
+@pytest.mark.ci
+def test_a_killed_run_ends_bitwise_as_the_one_that_was_not(tmp_path: Path) -> None:
+    play_run(str(tmp_path / "whole"))
+    program = "import sys, test_self_play; test_self_play.play_run(sys.argv[1], kill_after=3)"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "killed")],
+        cwd=Path(__file__).parent,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    play_run(str(tmp_path / "killed"), resume=True)
+    whole, killed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "killed"))
+    assert whole == killed
+    assert told(tmp_path / "whole") == told(tmp_path / "killed")
+    assert (
+        told(tmp_path / "whole")[-1]["rl/self_play_moves"] >= 4
+    )  # games went on, so there was a state to keep

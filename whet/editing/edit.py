@@ -12,7 +12,7 @@ from typing import Any
 from whet.cli import Program
 from whet.config import align, dump_yaml
 from whet.editing import page
-from whet.editing.editor import OWN_TOKENS, PROSE_TOKENS, Editor, MethodConfig, report_of
+from whet.editing.editor import OWN_TOKENS, PROSE_TOKENS, Editor, KnownTask, MethodConfig, report_of
 from whet.editing.facts import Fact, check_facts, read_facts
 from whet.editing.record import RECORD, Record
 from whet.editing.statistics import digest_of
@@ -51,6 +51,13 @@ class EditConfig:
     """Tokens of the file, at most; the model itself writes 20,000."""
     text: str = ""
     """Text file for the perplexity before and after; empty for the bundled page of English prose."""
+    task: str = ""
+    """Task that the model can do, by name, file or hub name: its greedy pass@1 before and after, on problems of the
+    test split; empty for none."""
+    num_problems: int = 100
+    """Problems of the task; 0 for all."""
+    task_tokens: int = 256
+    """Longest completion of a problem, in tokens."""
     writes: bool = True
     """Let the model write about each subject, before and after, for fluency and consistency."""
     undo: bool = False
@@ -83,7 +90,9 @@ class EditConfig:
             raise ValueError("out is empty: name a new folder, as in --out edited")
         if self.batches and not self.undo:
             raise ValueError("batches: read with --undo only; leave it out")
-        for name in ("batch_size", "num_facts"):
+        if self.task_tokens < 1:
+            raise ValueError(f"task_tokens = {self.task_tokens}: expected 1 or more")
+        for name in ("batch_size", "num_facts", "num_problems"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected 0 or more")
         if self.prose_tokens < 2:
@@ -157,6 +166,9 @@ def edit(config: EditConfig) -> dict[str, Any]:
         compose(editor, Path(folder))
     warnings = editor.check(facts, config.edit)
     text = _spelt(policy, text)
+    known = (
+        KnownTask.load(policy, config.task, config.num_problems, config.task_tokens) if config.task else None
+    )
     folder = Path(config.out)
     open_run(folder, dump_yaml(config), resumable=False)
     write_environment(folder)
@@ -172,6 +184,7 @@ def edit(config: EditConfig) -> dict[str, Any]:
             batch_size=config.batch_size,
             text=text,
             writes=config.writes,
+            known=known,
             seed=config.seed,
             tell=display.begin,
             advance=advancing(display),
@@ -221,6 +234,7 @@ def write_and_measure(
     batch_size: int = 0,
     text: str = "",
     writes: bool = False,
+    known: KnownTask | None = None,
     seed: int = 0,
     tell: Any = lambda text: None,
     advance: Any = lambda count: None,
@@ -234,6 +248,7 @@ def write_and_measure(
         batch_size: Facts of a batch; 0 for all.
         text: Prose for the perplexity; '' for none.
         writes: Let the model write about each subject.
+        known: A task that the model can do; None for none.
         seed: Seed of everything that is drawn.
         tell: Called with the name of each phase.
         advance: Called with the number of facts that are done.
@@ -241,12 +256,12 @@ def write_and_measure(
     if not facts:
         return {"metrics": {}, "table": []}
     tell("before")
-    before = editor.measure(facts, text=text, writes=writes, seed=seed)
+    before = editor.measure(facts, text=text, writes=writes, known=known, seed=seed)
     size = batch_size or len(facts)
     for start in range(0, len(facts), size):
         editor.write(facts[start : start + size], method, seed=seed, tell=tell, advance=advance)
     tell("after")
-    after = editor.measure(facts, text=text, writes=writes, seed=seed)
+    after = editor.measure(facts, text=text, writes=writes, known=known, seed=seed)
     return report_of(facts, before, after, seed)
 
 

@@ -32,10 +32,14 @@ from whet.editing.sites import Contexts, Memory, Reader, chosen_memories, find_m
 from whet.editing.statistics import digest_of, gather_moments, own_contexts, own_prose, windows_of
 from whet.editing.targets import TargetConfig, check_length
 from whet.editing.trace import locate
+from whet.eval.evaluate import fitting_problems, take_problems
+from whet.eval.measure import evaluate
 from whet.eval.probe.off_domain import measure_perplexity
 from whet.generate.policy import Policy
-from whet.stats import bootstrap_interval
-from whet.types import UserError
+from whet.generate.sampling import SamplingParams
+from whet.stats import bootstrap_interval, mcnemar_exact, share_interval
+from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task
+from whet.types import Problem, Task, UserError
 
 TRACED_FACTS = 8
 """Facts whose layer is searched by causal tracing, where none was given."""
@@ -100,11 +104,56 @@ class Measured:
         scores: Of each fact.
         texts: What it writes of each; empty where that was not wanted.
         perplexity: Of a text; None where that was not wanted.
+        right: Whether each problem of a task was completed rightly; empty where that was not wanted.
     """
 
     scores: list[FactScores]
     texts: list[list[str]] = field(default_factory=list)
     perplexity: float | None = None
+    right: list[bool] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class KnownTask:
+    """A task that the model can do, and is to be able to do afterwards.
+
+    Attributes:
+        task: It.
+        problems: The problems that are asked, greedily.
+        max_new_tokens: Longest completion.
+    """
+
+    task: Task
+    problems: Sequence[Problem]
+    max_new_tokens: int
+
+    @classmethod
+    def load(cls, policy: Policy, name: str, num_problems: int, max_new_tokens: int) -> KnownTask:
+        """Take the first problems of a task's test split that fit the model.
+
+        Raises:
+            UserError: If there is no such task, or nothing to ask.
+        """
+        task = load_task(TaskConfig(name=name))
+        check_gold(task, wanted := take_problems(task, "test", num_problems), "pass@1 compares answers")
+        asked = _asking(policy, task)
+        problems = fitting_problems(asked, wanted, min_new_tokens=1)
+        if not problems:
+            raise UserError(f"task = {name}: no problem of its test split fits the model; name another task")
+        return cls(task, problems, max_new_tokens)
+
+    def right(self, policy: Policy) -> list[bool]:
+        """Return for each problem whether the greedy completion is right."""
+        sampling = SamplingParams(max_new_tokens=self.max_new_tokens)
+        asked = _asking(policy, self.task)
+        result = evaluate(asked, self.task, self.problems, num_samples=1, sampling=sampling, seed=0)
+        return [judged.grade.is_correct for judged in result.greedy]
+
+
+def _asking(policy: Policy, task: Task) -> Policy:
+    asked = policy.for_tasks()
+    asked.expect(answer_type_of(task))
+    return asked
 
 
 class Editor:
@@ -312,7 +361,13 @@ class Editor:
         self.record.remove(self.policy.model, numbers)
 
     def measure(
-        self, facts: Sequence[Fact], *, text: str = "", writes: bool = False, seed: int = 0
+        self,
+        facts: Sequence[Fact],
+        *,
+        text: str = "",
+        writes: bool = False,
+        known: KnownTask | None = None,
+        seed: int = 0,
     ) -> Measured:
         """Ask the model as it is about some facts.
 
@@ -320,12 +375,14 @@ class Editor:
             facts: The facts.
             text: Prose for the perplexity; '' for none.
             writes: Let it write about each subject, too.
+            known: A task that it can do; None for none.
             seed: Seed of what it writes.
         """
         return Measured(
             scores=score_facts(self.reader, facts),
             texts=write_openings(self.reader, facts, seed) if writes else [],
             perplexity=measure_perplexity(self.policy, text).perplexity if text else None,
+            right=known.right(self.policy) if known is not None else [],
         )
 
 
@@ -355,5 +412,15 @@ def report_of(facts: Sequence[Fact], before: Measured, after: Measured, seed: in
             "before": before.perplexity,
             "after": after.perplexity,
             "drawdown": after.perplexity / before.perplexity - 1,
+        }
+    if before.right:
+        pairs = list(zip(before.right, after.right, strict=True))
+        interval = share_interval([float(right) for right in after.right], seed)
+        metrics["pass@1"] = {
+            "after": {"mean": interval.mean, "low": interval.low, "high": interval.high},
+            "before": sum(before.right) / len(before.right),
+            "facts": len(before.right),
+            "p_value": mcnemar_exact(pairs.count((True, False)), pairs.count((False, True))),
+            "test": "McNemar",
         }
     return {"metrics": metrics, "table": table_of(facts, before.scores, after.scores)}

@@ -24,11 +24,12 @@ LABELS = {
     "efficacy_magnitude": "magnitude: P(new) - P(true)",
     "paraphrase_magnitude": "magnitude of paraphrases",
     "neighbourhood_magnitude": "magnitude of neighbours, P(true) - P(new)",
+    "pass@1": "the task it knows: greedy pass@1",
     "fluency": "fluency: n-gram entropy in bits",
     "consistency": "consistency: cosine with reference texts",
 }
 """Metrics in the order of the tables."""
-SHARES = ("efficacy", "paraphrase", "neighbourhood", "first_token_rank_1")
+SHARES = ("efficacy", "paraphrase", "neighbourhood", "first_token_rank_1", "pass@1")
 
 
 def _cell(name: str, value: float) -> str:

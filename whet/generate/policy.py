@@ -31,7 +31,7 @@ from whet.model.lora.trained import Trained
 from whet.model.quant import dequantize, quantize
 from whet.model.routing import Routing, times_read
 from whet.model.steering import Steering, read_steering
-from whet.model.text.boards import boards
+from whet.model.text.boards import boards, compose_embeddings
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, init_weights
@@ -700,6 +700,8 @@ def load_policy(
         shape = replace(config.model, vocab_size=max(tokenizer.vocab_size, config.padded_vocab_size))
         model = build_model(shape)
         init_weights(model, seed)
+        if config.tokenizer == "boards":
+            compose_embeddings(model.model.embed_tokens.weight, tokenizer, seed)
         model = model.to(device=device, dtype=dtype)
     else:
         kinds: dict[str, Any] = {"dtype": dtype, "device": device, "rope_factors": config.rope_factors}

@@ -152,16 +152,16 @@ def rookworld_policy(init: str) -> PolicyConfig:
 
 
 def chess_policy(init: str = "") -> PolicyConfig:
-    """A 2.4 M parameter Llama over squares, moves and numbers, from random weights or from an earlier stage."""
+    """A 0.6 M parameter Llama over pieces on squares, moves and numbers, random or from an earlier stage."""
     if init:
         return PolicyConfig(init=init, max_rows=256)
     shape = ModelConfig(
-        hidden_size=128,
-        intermediate_size=384,
+        hidden_size=96,
+        intermediate_size=256,
         num_layers=4,
         num_heads=4,
         num_kv_heads=4,
-        head_dim=32,
+        head_dim=24,
         max_positions=256,
         rope_theta=1000.0,
         init_std=0.05,

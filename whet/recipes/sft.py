@@ -115,13 +115,19 @@ def chess() -> SFTConfig:
         policy=chess_policy(),
         task=CHESS,
         optim=OptimConfig(
-            lr=2e-3, warmup_steps=100, final_lr_share=0.02, beta2=0.98, weight_decay=0.1, max_grad_norm=1.0
+            lr=3e-3,
+            optimizer="muon",
+            schedule="linear",
+            warmup_steps=30,
+            final_lr_share=0.05,
+            beta2=0.98,
+            weight_decay=0.05,
         ),
-        num_steps=3000,
-        batch_size=64,
+        num_steps=2000,
+        batch_size=32,
         validation_problems=256,
         validate_every=500,
-        save_every=3000,
+        save_every=500,
     )
 
 

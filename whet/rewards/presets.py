@@ -128,7 +128,14 @@ def _task_part(name: str, part: str, schema: ResponseSchema, task: Task) -> Rewa
     return score
 
 
-CHESS_SUMS = {"chess": 0.0, "rookworld": -2 / 3, "rookworld_later": 0.0, "rookworld_trl": -0.88}
+CHESS_SUMS = {
+    "chess": 0.0,
+    "rookworld": -2 / 3,
+    "rookworld_later": 0.0,
+    "rookworld_later_graduated": 0.0,
+    "rookworld_later_binary": 0.0,
+    "rookworld_trl": -0.88,
+}
 """Sums of the parts of a chess line, 1 for the gold line, and the least that each pays: our own weights, and the
 published ones of three versions of RookWorld over their sum (`whet.tasks.chess.scoring`)."""
 CHESS_PARTS = ("legal", "candidates", "order", "evals", "best", "fen", "similarity", "reward", "flags")

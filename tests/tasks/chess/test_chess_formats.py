@@ -180,6 +180,24 @@ def test_mirrored_positions_have_mirrored_scores() -> None:
         assert policy_parts(board.mirror(), turned, read_policy(mirrored)) == one
 
 
+@pytest.mark.parametrize(
+    ("parts", "graduated", "binary"),
+    [  # the later version's sum over 10: 4 format, 3 FEN (or half of its similarity), 2 flags, 1 reward
+        ((1, 1, 1, 1, 1), 1.0, 1.0),
+        ((1, 1, 1, 0, 1), 0.8, 1.0),  # 0.9
+        ((1, 0, 0.8, 1, 1), 0.8, 1.0),  # 0.82
+        ((1, 0, 0.6, 0, 0), 0.4, 0.0),  # 0.49
+        ((1, 0, 0.8, 0, 0), 0.4, 1.0),  # 0.52
+        ((0, 0, 0.2, 0, 0), 0.0, 0.0),  # 0.03
+        ((0, 1, 1, 0, 0), 0.2, 0.0),  # 0.3
+    ],
+)
+def test_shaped_sums(parts: tuple[float, ...], graduated: float, binary: float) -> None:
+    found = dict(zip(("format", "fen", "similarity", "reward", "flags"), map(float, parts), strict=True))
+    assert total("rookworld_later_graduated", "environment", found) == graduated
+    assert total("rookworld_later_binary", "environment", found) == binary
+
+
 def test_hostile_text_is_bounded() -> None:
     board = chess.Board()
     lines = lines_of(board, 0)

@@ -18,7 +18,7 @@ from whet.tasks.chess import stockfish, task  # noqa: E402
 from whet.tasks.chess.board import position_key  # noqa: E402
 from whet.tasks.chess.files import read_positions  # noqa: E402
 from whet.tasks.chess.measures import elo, elo_interval, kendall  # noqa: E402
-from whet.tasks.chess.scoring import TOTALS  # noqa: E402
+from whet.tasks.chess.scoring import SHAPED, TOTALS  # noqa: E402
 from whet.tasks.chess.stockfish import EngineError, find_stockfish  # noqa: E402
 from whet.types import UserError  # noqa: E402
 
@@ -51,11 +51,11 @@ def test_gold_pays_most_and_hostile_answers_nothing(name: str) -> None:
     schema = SCHEMAS["think_answer" if name == "chess-reason" else "none"]
     problems = [problem for split in SPLITS for problem in loaded.problems(split)]
     assert len(problems) == 36
-    for reward in CHESS_SUMS:
+    for reward in TOTALS:  # `SHAPED` pays near misses as much, by its nature
         found = audit_task(loaded, build_rewards({reward: 1.0}, schema, loaded), schema, problems[:12])
         assert (found.best, found.maximum) == pytest.approx((1.0, 1.0))
         assert [check.failures for check in found.checks if check.is_refuted] == []
-    assert CHESS_SUMS.keys() == TOTALS.keys()
+    assert CHESS_SUMS.keys() == TOTALS.keys() | SHAPED.keys()
 
 
 def test_splits_go_by_position_whichever_side_it_is_seen_from() -> None:

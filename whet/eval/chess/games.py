@@ -14,6 +14,7 @@ from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.stats import Interval, share_interval
 from whet.tasks.chess.board import find_move, library
 from whet.tasks.chess.formats import Layout, policy_prompt, read_policy, reason_prompt
+from whet.tasks.chess.measures import elo_interval
 from whet.tasks.chess.positions import OPENINGS
 from whet.tasks.chess.stockfish import DEADLINE_S, INSTALL, EngineError, end_process, find_stockfish
 from whet.tasks.made.draft import Draw
@@ -298,8 +299,8 @@ def measure_games(
         seed: Seed of openings and of the random mover.
 
     Returns:
-        Share of the points against each, `score_random`, `score_stockfish_0` ..., with intervals over pairs of games of
-        one opening; and how the games ended.
+        Share of the points against each, `score_random`, `score_stockfish_0` ..., and `elo_random` ..., the rating that
+        they say above the opponent's, with intervals over pairs of games of one opening; and how the games ended.
     """
     metrics: dict[str, Interval] = {}
     details: dict[str, Any] = {}
@@ -315,6 +316,7 @@ def measure_games(
         results = [game.result or 0.0 for game in games]
         pairs = [(a + b) / 2 for a, b in zip(results[::2], results[1::2], strict=True)]
         metrics[f"score_{label}"] = share_interval(pairs, seed)
+        metrics[f"elo_{label}"] = elo_interval([0.0] * len(pairs), pairs, seed)
         reasons = [game.reason for game in games]
         details[label] = {
             "points": sum(results),

@@ -11,6 +11,7 @@ from typing import Any
 from whet.eval.compare.paired import percent
 from whet.eval.confidence import vote_share
 from whet.eval.record import StoredEval
+from whet.report.boards import board_sources
 from whet.report.figures import bars, heat_map
 from whet.report.page import render
 from whet.report.pictures import Pictures
@@ -61,7 +62,15 @@ def write_page(
     data = {
         "names": names,
         "transcripts": [
-            {**problem, "images": pictures.numbers(problem.get("images", ()))} for problem in transcripts
+            {
+                **problem,
+                "images": pictures.numbers(problem.get("images", ())),
+                "columns": [
+                    {**column, "boards": pictures.numbers(column.get("boards", ()))}
+                    for column in problem["columns"]
+                ],
+            }
+            for problem in transcripts
         ],
         "pictures": pictures.shown,
         "curves": content.get("pass@k", {}),
@@ -151,8 +160,8 @@ def side_by_side(sides: Sequence[StoredEval], uids: Sequence[str], num_samples: 
         num_samples: Samples per problem, besides the greedy one.
 
     Returns:
-        One object per problem: prompt, images (their sources), gold, labels, and for each model its completions and
-        vote share.
+        One object per problem: prompt, images (their sources), gold, labels, and for each model its completions, vote
+        share, and boards of its greedy completion where the problem is one of chess.
     """
     schemas = [_schema(side) for side in sides]
     found: list[dict[str, Any]] = []
@@ -167,6 +176,7 @@ def side_by_side(sides: Sequence[StoredEval], uids: Sequence[str], num_samples: 
                     "votes": vote_share([row["answer"] for row in rows]) if len(rows) > 1 else None,
                     "right": sum(bool(row["correct"]) for row in rows),
                     "count": len(rows),
+                    "boards": board_sources(first["prompt"], first["gold"] or "", side.greedy[uid]["text"]),
                 }
             )
         meta = first.get("meta") or {}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import tokenizers
+import torch
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from whet.model.text.template import PLAIN_TEMPLATE
@@ -15,7 +18,7 @@ from whet.model.text.tokenizer import Tokenizer
 
 EMPTY = "_"
 """An empty square. Numbers of them stand in a FEN; here each square is a token, so that all boards have 64."""
-PIECES = "pnbrqkPNBRQK" + EMPTY
+PIECES, FILES = "pnbrqkPNBRQK" + EMPTY, "abcdefgh"
 SQUARE_MARKS = "".join(chr(0xE000 + index) for index in range(64))
 """Say which square a piece stands on, a8 first: one private character each, between normalizer and decoder."""
 MAX_SPACES, MAX_COUNT, MAX_PAWNS = 64, 300, 30
@@ -32,7 +35,7 @@ def boards(tags: Sequence[str] = ()) -> Tokenizer:
     letter by letter. What it reads comes back unchanged from its ids, but for underscores and `SQUARE_MARKS`.
     """
     rights = ["".join(some) for count in range(1, 5) for some in combinations("KQkq", count)]
-    squares = [f"{file}{rank}" for rank in range(1, 9) for file in "abcdefgh"]
+    squares = [f"{file}{rank}" for rank in range(1, 9) for file in FILES]
     pieces = [
         *("P: ", "A: ", "M:", "E:", "B:", "0.001", "-1.0+", "1.0+", "0.5+"),
         *(
@@ -104,3 +107,42 @@ def _square(index: int) -> str:
     """Return the pattern of the place after a square's piece: what remains of its rank and of the ranks below."""
     rank, file = divmod(index, 8)
     return rf"(?<=[{PIECES}])(?=[{PIECES}]{{{7 - file}}}(?:/[{PIECES}]{{8}}){{{7 - rank}}}\ [wb]\ )"
+
+
+def compose_embeddings(table_VD: torch.Tensor, tokenizer: Tokenizer, seed: int) -> None:
+    """Let random embeddings of tokens that share a piece, a square, a file or a rank share a part, too.
+
+    A token's is the sum of a random vector of its kind (the piece, or where a move starts or ends) and one of its
+    square, a third each of which is its file's and its rank's, so that it has the length that it had. What stands on
+    a square can then be looked up from the first step on; otherwise each of 832 rows has to learn where it belongs.
+
+    Args:
+        table_VD: Embeddings, changed in place.
+        tokenizer: Made by `boards`.
+        seed: Seed of the vectors.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    std = float(table_VD.detach().std())
+    ids: dict[str, int] = json.loads(tokenizer.backend_text())["model"]["vocab"]
+    drawn: dict[str, torch.Tensor] = {}
+
+    def vector(name: str) -> torch.Tensor:
+        if name not in drawn:
+            drawn[name] = torch.empty(table_VD.shape[1]).normal_(0.0, std, generator=generator)
+        return drawn[name]
+
+    with torch.no_grad():
+        for kind, square, token in _on_squares():
+            parts = sum((vector(part) for part in (square, square[0], square[1])), torch.zeros(()))
+            table_VD[ids[token]] = (vector(kind) + parts / math.sqrt(3)) / math.sqrt(2)
+
+
+def _on_squares() -> Iterator[tuple[str, str, str]]:
+    """Return kind, square and text of each token that belongs to a square."""
+    for index, mark in enumerate(SQUARE_MARKS):
+        rank, file = divmod(index, 8)
+        square = f"{FILES[file]}{8 - rank}"
+        for piece in PIECES:
+            yield f"piece {piece}", square, f"{piece}{mark}{'/' if file == 7 and rank < 7 else ''}"
+        yield "end", square, square
+        yield "start", square, f" {square}"

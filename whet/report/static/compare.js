@@ -82,7 +82,7 @@
   }
 
   function side(column, place, judged) {
-    const node = el("div", { class: `side side-${place + 1}` }, el("h3", {}, names[place]));
+    const node = el("div", { class: `side side-${place + 1}` }, el("h3", {}, names[place]), pictures(column.boards.map((number) => images[number])));
     node.append(completion(column.rows[0]));
     const share = column.votes === null ? "" : `; largest vote ${(100 * column.votes).toFixed(0)} %`;
     const right = judged ? `${column.right} of ${column.count} samples right${share}` : `${column.count} samples${share}`;

@@ -110,18 +110,20 @@ class Position:
 def made(count: int, seed: int, engine: Stockfish | None = None) -> list[Position]:
     """Return positions, without repetition (reflected ones count as the same), from the disk if they were made before.
 
+    The first positions of many are those of few.
+
     Args:
         count: Number of positions.
         seed: Seed.
         engine: Plays the games that half of the openings and of the middlegame are from; None plays at random.
     """
-    words = (EDITION, count, seed, "" if engine is None else f"{engine.version} {engine.nodes}")
+    words = (EDITION, seed, "" if engine is None else f"{engine.version} {engine.nodes}")
     name = hashlib.sha256(repr(words).encode()).hexdigest()[:16]
     path = cache_folder() / "chess" / f"positions-{name}.jsonl"
     try:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        if len(rows) == count:
-            return [Position(row["fen"], tuple(row["history"]), row["source"]) for row in rows]
+        if len(rows) >= count:
+            return [Position(row["fen"], tuple(row["history"]), row["source"]) for row in rows[:count]]
     except (OSError, ValueError, KeyError):
         pass  # not made yet, or damaged
     found: list[Position] = []

@@ -241,6 +241,27 @@ TOTALS = {
     "rookworld_trl": _rookworld_trl,
 }
 """Name of a reward -> the sum of the parts: 1 for the gold line, less for any other."""
+STEPS = ((0.95, 1.0), (0.8, 0.8), (0.6, 0.6), (0.4, 0.4), (0.2, 0.2))
+"""What `rookworld_later_graduated` pays from a sum on."""
+
+
+def _graduated(kind: Kind, parts: Mapping[str, float]) -> float:
+    """Round the later version's sum down to a fifth; 0.95 is whole, a line of the right format has at least a fifth.
+
+    Source:
+        jorahn/rookworld-rlvr, src/mini/reward_scorer.py. Deviation: 0 where it pays its least reward.
+    """
+    value = _rookworld_later(kind, parts)
+    return next((paid for least, paid in STEPS if value >= least - 1e-9), 0.2 * parts["format"])
+
+
+def _binary(kind: Kind, parts: Mapping[str, float]) -> float:
+    """Pay 1 for more than half of the later version's sum, else 0."""
+    return float(_rookworld_later(kind, parts) > 0.5)
+
+
+SHAPED = {"rookworld_later_graduated": _graduated, "rookworld_later_binary": _binary}
+"""Rewards that pay near misses as much as the gold line; the published `linear` and `continuous` are the sum itself."""
 PARTS: dict[Kind, tuple[str, ...]] = {
     "policy": ("format", "legal", "candidates", "order", "evals", "best"),
     "environment": ("format", "fen", "similarity", "reward", "flags"),
@@ -250,5 +271,5 @@ PARTS: dict[Kind, tuple[str, ...]] = {
 
 
 def total(name: str, kind: Kind, parts: Mapping[str, float]) -> float:
-    """Return the sum of the parts by the weights of a name in `TOTALS`."""
-    return TOTALS[name](kind, parts)
+    """Return the sum of the parts by the weights of a name in `TOTALS` or `SHAPED`."""
+    return (TOTALS | SHAPED)[name](kind, parts)

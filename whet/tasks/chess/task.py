@@ -27,6 +27,7 @@ from whet.tasks.chess.measures import Said, measures_of
 from whet.tasks.chess.positions import Position, drawn_move, made, mates
 from whet.tasks.chess.scoring import (
     PARTS,
+    SHAPED,
     TOTALS,
     Kind,
     Line,
@@ -345,4 +346,4 @@ def _scored(kind: Kind, fen: str, move: str, lines: str, answer: str) -> Mapping
         parts = reason_parts(board_of(fen), lines_of(lines), answer.strip())
     else:
         parts = policy_parts(board_of(fen), lines_of(lines), read_policy(answer))
-    return {**parts, **{name: total(name, kind, parts) for name in TOTALS}}
+    return {**parts, **{name: total(name, kind, parts) for name in (*TOTALS, *SHAPED)}}
