@@ -18,7 +18,7 @@ from whet.eval.chess.games import Reply  # noqa: E402
 from whet.serve.chess.page import Table, make_app  # noqa: E402
 from whet.tasks.chess.formats import policy_answer  # noqa: E402
 
-HOSTILE = "<img src=x onerror=window.__hacked=1>"
+HOSTILE = "<img/src=x/onerror=window.__hacked=1>"  # one word: a candidate beside the best move
 
 
 class Model:
@@ -28,7 +28,7 @@ class Model:
         found = []
         for board in boards:
             move = min(move.uci() for move in board.legal_moves)
-            found.append(Reply(move, policy_answer([move], [0.25], move) + HOSTILE))
+            found.append(Reply(move, policy_answer([move, HOSTILE], [0.25, 0.1], move)))
         return found
 
 
@@ -75,7 +75,7 @@ def test_moves_are_clicked_and_typed_and_the_model_answers(address: str, tmp_pat
         shows(tab, "#state", "'g1f3' is not a legal move")
         slips = [slip for slip in tab.slips if "400" not in slip]  # the browser notes the refusal
         tab.page.locator("#undo").click()
-        tab.page.wait_for_function("!document.getElementById('names').textContent.includes('Nf3')")
+        tab.page.locator("#names").filter(has_not_text="Nf3").wait_for()
         tab.page.locator("#black").click()
         shows(tab, "#names", "1. a3")  # the model has White, and begins
         click(tab, 3, 6)  # with Black below, e7 is the fourth from the left

@@ -34,7 +34,7 @@ from whet.model.steering import Steering, read_steering
 from whet.model.text.boards import boards, compose_embeddings
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
-from whet.model.transformer import LanguageModel, init_weights
+from whet.model.transformer import LanguageModel, LlamaLike, init_weights
 from whet.model.vision.asking import flattened, images_in
 from whet.model.vision.reading import read_picture
 from whet.model.vision.store import ImageStore
@@ -700,7 +700,7 @@ def load_policy(
         shape = replace(config.model, vocab_size=max(tokenizer.vocab_size, config.padded_vocab_size))
         model = build_model(shape)
         init_weights(model, seed)
-        if config.tokenizer == "boards":
+        if config.tokenizer == "boards" and isinstance(model, LlamaLike):
             compose_embeddings(model.model.embed_tokens.weight, tokenizer, seed)
         model = model.to(device=device, dtype=dtype)
     else:
