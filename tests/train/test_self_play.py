@@ -196,7 +196,10 @@ def test_a_killed_run_ends_bitwise_as_the_one_that_was_not(tmp_path: Path) -> No
     )
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     play_run(str(tmp_path / "killed"), resume=True)
-    whole, killed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "killed"))
+    whole, killed = (
+        (tmp_path / name / "checkpoints/step_00000004/model.safetensors").read_bytes()
+        for name in ("whole", "killed")
+    )
     assert whole == killed
     assert told(tmp_path / "whole") == told(tmp_path / "killed")
     assert (
