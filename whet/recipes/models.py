@@ -163,7 +163,7 @@ def chess_policy(init: str = "") -> PolicyConfig:
         num_kv_heads=4,
         head_dim=24,
         max_positions=256,
-        rope_theta=1000.0,
+        rope_theta=1e6,
         init_std=0.05,
     )
     return PolicyConfig(model=shape, tokenizer="boards", schema="none", template="plain", max_rows=256)

@@ -110,13 +110,11 @@ def _square(index: int) -> str:
 
 
 def compose_embeddings(table_VD: torch.Tensor, tokenizer: Tokenizer, seed: int) -> None:
-    """Let random embeddings of tokens of the board and of counters say what they stand for.
+    """Let random embeddings of tokens that share a piece, a square, a file or a rank share a part, too.
 
-    Half of the square of a token's length is a random vector's of its kind: the piece, where a move starts or ends, a
-    counter. The other half is its number's: waves over squares in the order in which they are written, over files and
-    over ranks, or over what is counted. From a number to the one after it is then the same rotation for all, which a
-    layer learns once: what stands on the next square, what is one more. With vectors at random each of 832 pieces on
-    squares, and each of 300 numbers, has to learn its own successor.
+    A token's is the sum of a random vector of its kind (the piece, or where a move starts or ends) and one of its
+    square, a third each of which is its file's and its rank's, so that it has the length that it had. What stands on
+    a square can then be looked up from the first step on; otherwise each of 832 rows has to learn where it belongs.
 
     Args:
         table_VD: Embeddings, changed in place.
@@ -124,50 +122,27 @@ def compose_embeddings(table_VD: torch.Tensor, tokenizer: Tokenizer, seed: int) 
         seed: Seed of the vectors.
     """
     generator = torch.Generator().manual_seed(seed)
-    width, std = table_VD.shape[1], float(table_VD.detach().std())
+    std = float(table_VD.detach().std())
     ids: dict[str, int] = json.loads(tokenizer.backend_text())["model"]["vocab"]
     drawn: dict[str, torch.Tensor] = {}
 
     def vector(name: str) -> torch.Tensor:
         if name not in drawn:
-            drawn[name] = torch.empty(width).normal_(0.0, std, generator=generator)
+            drawn[name] = torch.empty(table_VD.shape[1]).normal_(0.0, std, generator=generator)
         return drawn[name]
 
-    def waves(name: str, number: int, periods: Sequence[float]) -> torch.Tensor:
-        """Return a vector of the length of a random one."""
-        found = torch.zeros(width)
-        for turn, period in enumerate(periods):
-            angle = 2 * math.pi * number / period
-            found += math.cos(angle) * vector(f"{name} {turn} cos") + math.sin(angle) * vector(f"{name} {turn} sin")
-        return found / math.sqrt(len(periods))
-
     with torch.no_grad():
-        for kind, index, token in _on_squares():
-            rank, file = divmod(index, 8)
-            place = waves("square", index, SQUARE_PERIODS) / math.sqrt(2)
-            place += (waves("file", file, LINE_PERIODS) + waves("rank", rank, LINE_PERIODS)) / 2
-            table_VD[ids[token]] = (vector(kind) + place) / math.sqrt(2)
-        for kind, number, token in _counters():
-            table_VD[ids[token]] = (vector(kind) + waves("count", number, COUNT_PERIODS)) / math.sqrt(2)
+        for kind, square, token in _on_squares():
+            parts = sum((vector(part) for part in (square, square[0], square[1])), torch.zeros(()))
+            table_VD[ids[token]] = (vector(kind) + parts / math.sqrt(3)) / math.sqrt(2)
 
 
-SQUARE_PERIODS = tuple(64 / turns for turns in range(1, 13))
-LINE_PERIODS = (8.0, 4.0, 8 / 3, 2.0)
-COUNT_PERIODS = (2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0, 600.0)
-
-
-def _on_squares() -> Iterator[tuple[str, int, str]]:
-    """Return kind, square in the order of a FEN, and text of each token that belongs to a square."""
+def _on_squares() -> Iterator[tuple[str, str, str]]:
+    """Return kind, square and text of each token that belongs to a square."""
     for index, mark in enumerate(SQUARE_MARKS):
         rank, file = divmod(index, 8)
         square = f"{FILES[file]}{8 - rank}"
         for piece in PIECES:
-            yield f"piece {piece}", index, f"{piece}{mark}{'/' if file == 7 and rank < 7 else ''}"
-        yield "end", index, square
-        yield "start", index, f" {square}"
-
-
-def _counters() -> Iterator[tuple[str, int, str]]:
-    """Return kind, number and text of each token that is a number of moves."""
-    for number in range(MAX_COUNT + 1):
-        yield "counter", number, f" {number}"
+            yield f"piece {piece}", square, f"{piece}{mark}{'/' if file == 7 and rank < 7 else ''}"
+        yield "end", square, square
+        yield "start", square, f" {square}"
