@@ -67,11 +67,12 @@ def hf_side(home: Path, dtype: torch.dtype, prompts: list[tuple[int, ...]], *, i
     options = {"max_new_tokens": new_tokens(home.name), "do_sample": True, "top_k": 0, "top_p": 1.0}
     options |= {"temperature": 1.0} | ({"cache_implementation": "static"} if is_static else {})
 
-    @torch.inference_mode()
     def run() -> int:
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), eos_token_id=None, pad_token_id=0, **options
-        )
+        # The graphs of compiled steps write into tensors that inference mode would lock.
+        with torch.no_grad() if is_static else torch.inference_mode():
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), eos_token_id=None, pad_token_id=0, **options
+            )
         return out.numel() - ids.numel()
 
     return run
