@@ -135,12 +135,13 @@ def save_shape(name: str, folder: Path, seed: int = 0) -> Path:
     shape = SHAPES[name]
     model = build_model(shape)
     init_weights(model, seed)
-    home.mkdir(parents=True)
-    save_model(model, home, bos_id=None, eos_ids=())
+    part = folder / f"{name}.part"  # one that was interrupted is no model
+    part.mkdir(parents=True, exist_ok=True)
+    save_model(model, part, bos_id=None, eos_ids=())
     fast = Fast(models.WordLevel(words(shape.vocab_size), unk_token="0"))
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast.save(str(home / "tokenizer.json"))
-    return home
+    fast.save(str(part / "tokenizer.json"))
+    return part.rename(home)
 
 
 def load_whet(
