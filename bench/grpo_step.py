@@ -1,13 +1,14 @@
 """Time a whole GRPO step (sample, score, train) of whet and of TRL's GRPOTrainer, alternately in one process.
 
 python bench/grpo_step.py [--quick] [--models abc] [--repeats 7] [--json FILE]
+python bench/grpo_step.py --models d --kernels auto triton        (on a GPU)
 
 Same weights, prompts (32 to 96 tokens), number of samples and of new tokens, rewards, updates and learning rate; TRL
-with its best settings for this machine (sdpa, no recomputation, dynamic cache, one micro-batch; from 11M parameters up
-also in bfloat16, as autocast and as a bfloat16 model, where the CPU has products for it). whet runs in the precision
-that `optim.precision = auto` chooses. Before anything is timed the gradients of
-one step on the same samples are compared. The floor is the arithmetic that a step needs, one forward and one backward
-pass of each token with prompts once per group, at the matmul peak of the same run.
+with its best settings for this machine (sdpa, no recomputation, dynamic cache, one micro-batch or as few as fit a GPU;
+from 11M parameters up also in bfloat16, as autocast and as a bfloat16 model, where the device has products for it;
+model d in these alone). whet runs in the precision that `optim.precision = auto` chooses, or `--precision`. Before
+anything is timed the gradients of one step on the same samples are compared. The floor is the arithmetic that a step
+needs, one forward and one backward pass of each token with prompts once per group, at the matmul peak of the same run.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from __future__ import annotations
 import math
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import sides
 import torch
@@ -27,6 +27,7 @@ import torch
 from whet.algo.config import AlgoConfig
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams
+from whet.kernels.mode import mode
 from whet.model.config import ModelConfig
 from whet.model.lora.side import LoRAConfig
 from whet.rewards.base import WeightedReward
@@ -60,6 +61,7 @@ CASES = (
     Case("a", 8, 8, 256, 4.0),
     Case("b", 8, 8, 64, 5.0),
     Case("c", 2, 8, 64, 5.0),
+    Case("d", 8, 8, 256, 5.0),
 )
 
 
@@ -98,8 +100,10 @@ class WhetSide:
         precision: Precision,
         lora: LoRAConfig | None = None,
         problems: list[Problem] | None = None,
+        kernels: str = "",
         **optim_fields: Any,
     ) -> None:
+        self.kernels = kernels or mode()
         max_rows = case.num_prompts * case.group_size
         self.policy: Policy = sides.load_whet(
             home, dtype=parameter_dtype(precision), max_rows=max_rows, lora=lora
@@ -148,11 +152,12 @@ class WhetSide:
 
     def step(self) -> float:
         """Do one step; return its seconds."""
-        began = time.perf_counter()
-        groups = self.sample()
-        sampled = time.perf_counter()
-        self.objective.update(groups, self.optimizer, LR)
-        done = time.perf_counter()
+        began = sides.now()
+        with sides.kernels(self.kernels):
+            groups = self.sample()
+            sampled = sides.now()
+            self.objective.update(groups, self.optimizer, LR)
+        done = sides.now()
         self.phases.append((sampled - began, done - sampled))
         return done - began
 
@@ -198,10 +203,10 @@ def trl_trainer(
         seconds: list[float] = []
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.began = time.perf_counter()
+            self.began = sides.now()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.seconds.append(time.perf_counter() - self.began)
+            self.seconds.append(sides.now() - self.began)
             after()
 
     dtype = torch.bfloat16 if kind == "bfloat16 model" else torch.float32
@@ -213,7 +218,7 @@ def trl_trainer(
 
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
-        use_cpu=True,
+        use_cpu=not sides.on_gpu(),
         bf16=kind == "bfloat16 autocast",
         report_to=[],
         disable_tqdm=True,
@@ -277,6 +282,7 @@ def gradient_gap(home: Path, case: Case, texts: list[str]) -> float:
     trl_peer.PAD = 0
     inputs = trl_peer.padded_inputs(samples, [s.advantage for s in samples])
     inputs.pop("old_per_token_logps")
+    inputs = {name: value.to(sides.device()) for name, value in inputs.items()}
     _, theirs, _ = trl_peer.loss_and_gradients(trainer, inputs)
     gap = sum(float((gradients[name] - grad).double().square().sum()) for name, grad in theirs.items())
     norm = sum(float(grad.double().square().sum()) for grad in theirs.values())
@@ -298,53 +304,88 @@ def floor_flops(case: Case, shape: ModelConfig, prompt_tokens: int) -> float:
     return forward + 2 * forward
 
 
-def run_case(case: Case, folder: Path, repeats: int) -> dict[str, Any]:
-    """Compare the gradients, then time both sides alternately."""
+def trl_seconds(
+    home: Path, case: Case, texts: list[str], kind: str, after: Callable[[], None], steps: int
+) -> list[float]:
+    """Return the seconds of TRL's steps, in as few micro-batches as the memory allows; `after` runs between them."""
+    rows, parts = case.num_prompts * case.group_size, 1
+    while True:
+        try:
+            trainer = trl_trainer(home, case, texts, kind=kind, after=after, steps=steps, parts=parts)
+            trainer.train()
+            return trainer.clock.seconds
+        except torch.cuda.OutOfMemoryError:
+            parts *= 2
+            if parts > rows:
+                raise
+            print(f"GRPO step {case}: TRL, {kind}, in {parts} micro-batches: fewer do not fit", flush=True)
+        trainer = None
+        sides.forget()
+
+
+def run_case(
+    case: Case, folder: Path, repeats: int, *, kernels: list[str], precision: Precision = "auto"
+) -> list[dict[str, Any]]:
+    """Compare the gradients, then time both sides alternately; return a row for each set of whet's kernels."""
     home = sides.save_shape(case.model, folder)
     shape = sides.SHAPES[case.model]
     prompts = sides.draw_prompts(case.num_prompts, 32, 96, shape.vocab_size)
     texts = [" ".join(map(str, ids[:-1])) for ids in prompts]
     gap = gradient_gap(home, Case(case.model, case.num_prompts, case.group_size, 16, 0.0), texts)
+    sides.forget()
     kinds = ["float32"]
     if case.model != "a" and sides.has_bfloat16():
         kinds += ["bfloat16 autocast", "bfloat16 model"]
-    precision = sides.auto_precision(case.model)
-    side = WhetSide(home, case, texts, precision)
-    rows = {}
+        kinds = kinds[1:] if case.model == "d" else kinds
+    precision = sides.auto_precision(case.model) if precision == "auto" else precision
+    ours = {name: WhetSide(home, case, texts, precision, kernels=name) for name in kernels}
+    theirs: dict[str, list[float]] = {}
+    mine: dict[str, dict[str, list[float]]] = {}
     for kind in kinds:
-        ours: list[float] = []
-        trainer = trl_trainer(
-            home, case, texts, kind=kind, after=lambda ours=ours: ours.append(side.step()), steps=repeats + 1
-        )
-        trainer.train()
-        rows[kind] = (trainer.clock.seconds[1:], ours[1:])
-    best = min(rows, key=lambda kind: statistics.median(rows[kind][0]))
-    theirs, mine = map(statistics.median, rows[best])
+        found: dict[str, list[float]] = {name: [] for name in kernels}
+
+        def after(found: dict[str, list[float]] = found) -> None:
+            for name, side in ours.items():
+                found[name].append(side.step())
+
+        theirs[kind] = trl_seconds(home, case, texts, kind, after, repeats + 1)[1:]
+        mine[kind] = {name: seconds[-repeats:] for name, seconds in found.items()}
+        sides.forget()
+    best = min(theirs, key=lambda kind: statistics.median(theirs[kind]))
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
-    flops = floor_flops(case, shape, sum(map(len, prompts)))
-    floor = flops / sides.matmul_peak(dtype)
-    sampled, trained = (statistics.median(phase) for phase in zip(*side.phases[1:], strict=True))
-    return {
-        "case": str(case),
-        "precision": precision,
-        "gradient gap": gap,
-        "peer": f"TRL, {best}",
-        "peer_seconds": theirs,
-        "whet_seconds": mine,
-        **sides.paired(*rows[best]),
-        "target": case.target,
-        "floor_seconds": floor,
-        "floor_ratio": theirs / floor,
-        "share_of_floor": floor / mine,
-        "sample_seconds": sampled,
-        "train_seconds": trained,
-        "all": {kind: sides.paired(*row)["ratio"] for kind, row in rows.items()},
-    }
+    peak = sides.matmul_peak(dtype)
+    floor = floor_flops(case, shape, sum(map(len, prompts))) / peak
+    rows = []
+    for name, side in ours.items():
+        seconds = statistics.median(mine[best][name])
+        sampled, trained = (statistics.median(phase) for phase in zip(*side.phases[1:], strict=True))
+        rows.append(
+            {
+                "case": str(case) if len(ours) == 1 else f"{case} {name}",
+                "kernels": name,
+                "precision": precision,
+                "gradient gap": gap,
+                "peer": f"TRL, {best}",
+                "peer_seconds": statistics.median(theirs[best]),
+                "whet_seconds": seconds,
+                **sides.paired(theirs[best], mine[best][name]),
+                "target": case.target,
+                "peak_flops": peak,
+                "floor_seconds": floor,
+                "floor_ratio": statistics.median(theirs[best]) / floor,
+                "share_of_floor": floor / seconds,
+                "sample_seconds": sampled,
+                "train_seconds": trained,
+                "all": {kind: sides.paired(theirs[kind], mine[kind][name])["ratio"] for kind in kinds},
+            }
+        )
+    return rows
 
 
 def main() -> None:
-    """Print a line per case."""
-    parser = sides.parser(__doc__)
+    """Print a line per case and set of kernels."""
+    parser = sides.parser(__doc__, has_kernels=True)
+    parser.add_argument("--precision", default="auto", choices=get_args(Precision), help="whet's")
     arguments = parser.parse_args()
     sides.start(arguments)
     repeats = arguments.repeats or (3 if arguments.quick else 7)
@@ -352,18 +393,20 @@ def main() -> None:
         case for case in CASES if case.model in (arguments.models or ("a" if arguments.quick else "abc"))
     ]
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    with sides.weights_folder(arguments) as folder:
         for case in chosen[:1] if arguments.quick and not arguments.models else chosen:
-            row = run_case(case, Path(folder), repeats)
-            rows.append(row)
-            print(
-                f"GRPO step {row['case']:>10}, {row['precision']}: {row['peer']} {row['peer_seconds']:.2f} s, whet "
-                f"{row['whet_seconds']:.2f} s ({row['sample_seconds']:.2f} sample + {row['train_seconds']:.2f} train)"
-                f", {sides.times(row)} (target {row['target']:g}x, floor {row['floor_ratio']:.1f}x, "
-                f"{row['share_of_floor']:.0%} of it), medians of {repeats} alternating steps; "
-                f"gradients differ by {row['gradient gap']:.0e}",
-                flush=True,
-            )
+            options = {"kernels": arguments.kernels, "precision": arguments.precision}
+            for row in run_case(case, folder, repeats, **options):
+                rows.append(row)
+                print(
+                    f"GRPO step {row['case']:>10}, {row['precision']}: {row['peer']} {row['peer_seconds']:.2f} s, whet "
+                    f"{row['whet_seconds']:.2f} s ({row['sample_seconds']:.2f} sample + {row['train_seconds']:.2f} "
+                    f"train), {sides.times(row)} (target {row['target']:g}x, floor {row['floor_ratio']:.1f}x, "
+                    f"{row['share_of_floor']:.0%} of it), medians of {repeats} alternating steps; "
+                    f"gradients differ by {row['gradient gap']:.0e}",
+                    flush=True,
+                )
+            sides.forget()
     sides.finish(arguments, rows)
 
 

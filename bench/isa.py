@@ -103,7 +103,7 @@ def run_target(target: str, arguments) -> dict:
 
 def main() -> int:
     """Print a line per target; return the exit status."""
-    parser = sides.parser(__doc__)
+    parser = sides.parser(__doc__, devices=("cpu",))
     parser.add_argument("--targets", nargs="*", default=build.runnable(), help="default: all that can run")
     parser.add_argument("--child", action="store_true", help="measure this process's own target")
     arguments = parser.parse_args()

@@ -190,7 +190,7 @@ def time_several(model: str, home: Path, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     """Print four lines per model."""
-    parser = sides.parser(__doc__)
+    parser = sides.parser(__doc__, devices=("cpu",))
     parser.add_argument("--side", help="run one side in this process and print its memory")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()

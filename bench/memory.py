@@ -3,7 +3,8 @@
 python bench/memory.py [--quick] [--models c] [--repeats 3] [--json FILE]
 
 One prompt of 64 tokens, 8 completions of 512 (--quick: 64), two steps; the optimizer has its state. Counted is the
-peak resident memory without what the process held after its imports. Two comparisons:
+peak resident memory without what the process held after its imports; on a GPU the peak of what PyTorch allocated there.
+Two comparisons:
 
 - fastest: each side as `grpo_step.py` times it. TRL trains on the whole batch at once, nothing is recomputed.
 - leanest: whet with `--optim lean`; TRL with a bfloat16 model (so the optimizer's state is bfloat16, too) and
@@ -22,7 +23,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,18 @@ peaks: list[float] = []
 
 
 def resident() -> float:
-    """Return this process's present memory in GiB."""
+    """Return this process's present memory in GiB; on a GPU what it has allocated there."""
+    if sides.on_gpu():
+        return torch.cuda.memory_allocated() / 2**30
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**30
 
 
 def note_peak() -> None:
     """Note the most memory that this process has had, in GiB; getrusage would give its parent's, if that is more."""
+    if sides.on_gpu():
+        peaks.append(torch.cuda.max_memory_allocated() / 2**30)
+        return
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     peaks.append(int(found[1]) / 2**20)
@@ -108,8 +113,8 @@ def changed(home: Path, weights: dict[str, torch.Tensor]) -> float:
     different = total = 0
     with safe_open(home / "model.safetensors", framework="pt") as file:
         for name in file.keys():  # noqa: SIM118
-            before = file.get_tensor(name).to(weights[name].dtype)
-            different += int((before != weights[name]).sum())
+            before, after = file.get_tensor(name).to(weights[name].dtype), weights[name].cpu()
+            different += int((before != after).sum())
             total += before.numel()
     return different / total
 
@@ -156,19 +161,18 @@ def run_side(side: str, model: str, precision: Precision, new_tokens: int, folde
     return {"base": base, "peak": peaks[0], "seconds": seconds, "changed": changed(home, weights)}
 
 
-def run_model(model: str, new_tokens: int, repeats: int, extra: list[str]) -> dict[str, Any]:
+def run_model(model: str, new_tokens: int, repeats: int, folder: Path, extra: list[str]) -> dict[str, Any]:
     """Run every side in processes of its own."""
     results: dict[str, list[dict[str, float]]] = {side: [] for side in (*WHET, *TRL)}
     precision = sides.auto_precision(model)
-    with tempfile.TemporaryDirectory() as folder:
-        sides.save_shape(model, Path(folder))
-        for side in list(results) * repeats:
-            words = [sys.executable, __file__, "--side", side, "--precision", precision]
-            words += ["--models", model, "--folder", folder, *extra]
-            output = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
-            line = next(line for line in output.splitlines() if line.startswith("RESULT "))
-            results[side].append(json.loads(line[7:]))
-            print(side, results[side][-1], file=sys.stderr, flush=True)
+    sides.save_shape(model, folder)
+    for side in list(results) * repeats:
+        words = [sys.executable, __file__, "--side", side, "--precision", precision]
+        words += ["--models", model, "--weights", str(folder), *extra]
+        output = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
+        line = next(line for line in output.splitlines() if line.startswith("RESULT "))
+        results[side].append(json.loads(line[7:]))
+        print(side, results[side][-1], file=sys.stderr, flush=True)
 
     def median(side: str, name: str) -> float:
         return statistics.median(run[name] for run in results[side])
@@ -198,12 +202,11 @@ def main() -> None:
     parser = sides.parser(__doc__)
     parser.add_argument("--side", help="run one side in this process and print its memory")
     parser.add_argument("--precision", default="float32", help="that of whet's fastest setting")
-    parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
     sides.start(arguments)
     new_tokens = 64 if arguments.quick else 512
     if arguments.side:
-        where = new_tokens, arguments.folder
+        where = new_tokens, arguments.weights
         found = run_side(arguments.side, arguments.models, arguments.precision, *where)
         print("RESULT", json.dumps(found))
         return
@@ -211,19 +214,20 @@ def main() -> None:
     extra += ["--threads", str(arguments.threads)] if arguments.threads else []
     repeats = arguments.repeats or (1 if arguments.quick else 3)
     rows = []
-    for model in arguments.models or ("a" if arguments.quick else "c"):
-        row = run_model(model, new_tokens, repeats, extra)
-        rows.append(row)
-        for name in COMPARISONS:
-            found = row[name]
-            print(
-                f"memory {model}, {GROUP}x{new_tokens}, {name}: {found['ratio']:.2f} of {found['peer']} "
-                f"(target {found['target']}; with the imports {found['ratio_with_imports']:.2f})"
-            )
-        print(f"  {'':<40}{'GiB':>6}{'s a step':>10}{'weights changed':>17}")
-        for side, values in row["sides"].items():
-            share = f"{values['changed']:.1%}"
-            print(f"  {side:<40}{values['gib']:>6.2f}{values['seconds']:>10.1f}{share:>17}", flush=True)
+    with sides.weights_folder(arguments) as folder:
+        for model in arguments.models or ("a" if arguments.quick else "c"):
+            row = run_model(model, new_tokens, repeats, folder, extra)
+            rows.append(row)
+            for name in COMPARISONS:
+                found = row[name]
+                print(
+                    f"memory {model}, {GROUP}x{new_tokens}, {name}: {found['ratio']:.2f} of {found['peer']} "
+                    f"(target {found['target']}; with the imports {found['ratio_with_imports']:.2f})"
+                )
+            print(f"  {'':<40}{'GiB':>6}{'s a step':>10}{'weights changed':>17}")
+            for side, values in row["sides"].items():
+                share = f"{values['changed']:.1%}"
+                print(f"  {side:<40}{values['gib']:>6.2f}{values['seconds']:>10.1f}{share:>17}", flush=True)
     sides.finish(arguments, rows)
 
 

@@ -10,8 +10,6 @@ time is part of the step.
 from __future__ import annotations
 
 import statistics
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from whet.algo.packing import TrainingSequence
 from whet.train.optim.step import OptimConfig, Optimizer, Precision, parameter_dtype
 from whet.train.sft import train_step
 
-LENGTH, TOKENS = 256, 4096
+LENGTH, TOKENS, TOKENS_GPU = 256, 4096, 16384
 TARGET = {"float32": 0.60, "bfloat16_master": 0.45}
 
 
@@ -52,11 +50,11 @@ def run_case(model: str, precision: Precision, folder: Path, repeats: int, token
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
     peaks, seconds = [sides.matmul_peak(dtype)], []
     for number in range(repeats + 1):
-        began = time.perf_counter()
+        began = sides.now()
         train_step(policy, sequences, config)
         optimizer.step(1e-5)
         if number:
-            seconds.append(time.perf_counter() - began)
+            seconds.append(sides.now() - began)
         peaks.append(sides.matmul_peak(dtype, seconds=0.3))
     flops, peak = step_flops(model, sequences), max(peaks)
     return {
@@ -74,13 +72,13 @@ def main() -> None:
     arguments = sides.parser(__doc__).parse_args()
     sides.start(arguments)
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    tokens = TOKENS_GPU if sides.on_gpu() else TOKENS
+    with sides.weights_folder(arguments) as folder:
         for model in arguments.models or ("b" if arguments.quick else "bc"):
             for precision in ("float32", "bfloat16_master"):
                 repeats = arguments.repeats or (2 if arguments.quick else 5)
-                row = run_case(
-                    model, precision, Path(folder), repeats, TOKENS // (4 if arguments.quick else 1)
-                )
+                row = run_case(model, precision, folder, repeats, tokens // (4 if arguments.quick else 1))
+                sides.forget()
                 rows.append(row)
                 print(
                     f"MFU {model}, {precision}: {row['mfu']:.0%} of the matmul peak of the same run (target "

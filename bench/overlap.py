@@ -136,7 +136,7 @@ def run(home: Path, wait_ms: float, repeats: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Print a line per model, wait and mode."""
-    parser = sides.parser(__doc__)
+    parser = sides.parser(__doc__, devices=("cpu",))
     parser.add_argument("--waits", default="0,5", help="milliseconds that the reward of a sample sleeps")
     arguments = parser.parse_args()
     sides.start(arguments)

@@ -210,7 +210,7 @@ def table(curve: Curve, rows: list[dict[str, float]]) -> str:
 
 def main() -> None:
     """Print a table per curve."""
-    parser = sides.parser(__doc__)
+    parser = sides.parser(__doc__, devices=("cpu",))
     parser.add_argument("--out", type=Path, help="folder for scaling.png and scaling.json")
     arguments = parser.parse_args()
     sides.start(arguments)

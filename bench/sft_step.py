@@ -2,20 +2,21 @@
 
 python bench/sft_step.py [--quick] [--models abc] [--repeats 5] [--json FILE]
 
-32 sequences a step, 32 to 256 tokens long, every token but the first trained. TRL runs padded, padded in batches of
-similar length, and packed into rows of 256 ('wrapped', the packing that needs no flash attention; it lets neighbours
-see each other, whet's does not), in float32 and bfloat16; its best counts. Both update with AdamW. The allocator's
-settings are whet's, which speed TRL up, too; once more TRL runs with glibc's defaults, as its own process would.
+32 sequences a step, 32 to 256 tokens long (model d: 64 to 512), every token but the first trained. TRL runs padded,
+padded in batches of similar length, and packed into rows of the longest ('wrapped', the packing that needs no flash
+attention; it lets neighbours see each other, whet's does not), in float32 and bfloat16 (models c and d in bfloat16
+alone where the device has products for it); its best of what fits the memory counts. whet runs in the precision that
+`optim.precision = auto` chooses, or `--precision`. Both update with AdamW. The allocator's settings are whet's, which
+speed TRL up, too; once more TRL runs with glibc's defaults, as its own process would.
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import sides
 import torch
@@ -27,6 +28,8 @@ from whet.train.optim.step import OptimConfig, Optimizer, Precision, parameter_d
 from whet.train.sft import train_step
 
 ROWS, SHORTEST, LONGEST = 32, 32, 256
+SCALE = 2
+"""Model d's sequences are so many times as long."""
 TARGET = 1.5
 
 
@@ -44,10 +47,10 @@ class WhetSide:
 
     def step(self) -> None:
         """Do one step and note its tokens per second."""
-        began = time.perf_counter()
+        began = sides.now()
         loss, _, tokens, _ = train_step(self.policy, self.rows, self.config)
         self.optimizer.step(1e-5, loss=loss)
-        self.speeds.append(tokens / (time.perf_counter() - began))
+        self.speeds.append(tokens / (sides.now() - began))
 
 
 def trl_speeds(
@@ -75,30 +78,30 @@ def trl_speeds(
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             before()
-            self.began = time.perf_counter()
+            self.began = sides.now()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            speeds.append(tokens / (time.perf_counter() - self.began))
+            speeds.append(tokens / (sides.now() - self.began))
             after()
 
     model, tokenizer = sides.load_peer(
         home, dtype=torch.bfloat16 if kind == "bfloat16 model" else torch.float32
     )
-    total = sum(map(len, rows))
-    packed_rows = total // LONGEST
+    total, longest = sum(map(len, rows)), max(map(len, rows))
+    packed_rows = total // longest
     parts = 4 if layout == "by length" else 1
     ordered = sorted(rows, key=len) if layout == "by length" else rows
-    tokens = packed_rows * LONGEST if layout == "packed" else total
+    tokens = packed_rows * longest if layout == "packed" else total
     arguments = SFTConfig(
         output_dir=tempfile.mkdtemp(),
-        use_cpu=True,
+        use_cpu=not sides.on_gpu(),
         bf16=kind == "bfloat16 autocast",
         report_to=[],
         disable_tqdm=True,
         gradient_checkpointing=False,
         per_device_train_batch_size=packed_rows if layout == "packed" else ROWS // parts,
         gradient_accumulation_steps=parts,
-        max_length=LONGEST,
+        max_length=longest,
         packing=layout == "packed",
         packing_strategy="wrapped",
         learning_rate=1e-5,
@@ -123,26 +126,29 @@ def trl_speeds(
     return speeds
 
 
-def run_case(model: str, folder: Path, repeats: int) -> dict[str, Any]:
+def run_case(model: str, folder: Path, repeats: int, precision: Precision = "auto") -> dict[str, Any]:
     """Try TRL's settings, and time its best against whet."""
     home = sides.save_shape(model, folder)
-    rows = sides.draw_prompts(ROWS, SHORTEST, LONGEST, sides.SHAPES[model].vocab_size)
+    scale = SCALE if model == "d" else 1
+    rows = sides.draw_prompts(ROWS, scale * SHORTEST, scale * LONGEST, sides.SHAPES[model].vocab_size)
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1)).tolist()
     rows = [rows[place] for place in order]
     kinds, layouts = ["float32"], ["padded", "by length", "packed"]
     if model != "a" and sides.has_bfloat16():
         kinds += ["bfloat16 autocast", "bfloat16 model"]
-    if model == "c" and len(kinds) > 1:  # minutes a step in those that are never the best
+    if model in "cd" and len(kinds) > 1:  # minutes a step in those that are never the best
         kinds, layouts = kinds[1:], layouts[1:]
-    tried = {
-        (kind, layout): statistics.median(
-            trl_speeds(home, kind, layout, rows, 2 if model == "c" else 3, lambda: None)[1:]
-        )
-        for kind in kinds
-        for layout in layouts
-    }
+    tried: dict[tuple[str, str], float] = {}
+    for kind in kinds:
+        for layout in layouts:
+            try:
+                speeds = trl_speeds(home, kind, layout, rows, 2 if model == "c" else 3, lambda: None)
+                tried[kind, layout] = statistics.median(speeds[1:])
+            except torch.cuda.OutOfMemoryError:  # a padded batch's logits may not fit a GPU
+                print(f"SFT step {model}: TRL, {kind}, {layout} does not fit the GPU's memory", flush=True)
+            sides.forget()
     best = max(tried, key=lambda key: tried[key])
-    precision = sides.auto_precision(model)
+    precision = sides.auto_precision(model) if precision == "auto" else precision
     side = WhetSide(home, precision, rows)
     side.step()
     side.speeds.clear()
@@ -157,12 +163,14 @@ def run_case(model: str, folder: Path, repeats: int) -> dict[str, Any]:
 
     shipped = trl_speeds(home, *best, rows, repeats + 1, step, sides.default_allocator)
     keep_freed_memory()
+    dtype = torch.float32 if precision == "float32" else torch.bfloat16
     return {
         "model": model,
         "peer": f"TRL, {best[0]}, {best[1]}",
         "peer_tokens_per_second": theirs,
         "whet_tokens_per_second": mine,
         "precision": precision,
+        "peak_flops": sides.matmul_peak(dtype),
         **pair,
         "ratio_shipped": statistics.median(side.speeds[1:]) / statistics.median(shipped[1:]),
         "target": TARGET,
@@ -172,17 +180,19 @@ def run_case(model: str, folder: Path, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     """Print a line per model."""
-    arguments = sides.parser(__doc__).parse_args()
+    parser = sides.parser(__doc__)
+    parser.add_argument("--precision", default="auto", choices=get_args(Precision), help="whet's")
+    arguments = parser.parse_args()
     sides.start(arguments)
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    with sides.weights_folder(arguments) as folder:
         for model in arguments.models or ("a" if arguments.quick else "abc"):
             repeats = arguments.repeats or (3 if arguments.quick else 5)
-            row = run_case(model, Path(folder), repeats)
+            row = run_case(model, folder, repeats, arguments.precision)
             rows.append(row)
             print(
                 f"SFT step {model}, {row['precision']}: {sides.times(row)} the tokens per second of {row['peer']} "
-                f"(target {TARGET}x), "
+                f"(target {TARGET}x; whet {row['whet_tokens_per_second']:,.0f}), "
                 f"{row['ratio_shipped']:.1f}x beside TRL with the allocator's defaults, "
                 f"medians of {repeats} alternating steps",
                 flush=True,

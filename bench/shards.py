@@ -39,7 +39,8 @@ from whet.train.optim.step import OptimConfig, Optimizer, prepare_model, shard_l
 from whet.train.sft import train_step
 
 ROWS, SHORTEST, LONGEST, BUDGET = 32, 32, 256, 1024
-sides.SHAPES["d"] = replace(sides.SHAPES["c"], vocab_size=8192)  # 91M, nearly all of it in layers
+sides.SHAPES["e"] = replace(sides.SHAPES["c"], vocab_size=8192)  # 91M, nearly all of it in layers
+os.environ[sides.DEVICE_VARIABLE] = "cpu"  # its ranks exchange by gloo
 FEW, SMALL = 4, 256
 """Sequences of a rank, and tokens of a micro-batch, where memory is measured."""
 LAYOUTS: dict[str, dict[str, Any]] = {

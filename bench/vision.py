@@ -346,7 +346,7 @@ def main() -> None:
             json.dumps(prefill(side, Path(home), int(group), [Path(image) for image in images], text)),
         )
         return
-    arguments = sides.parser(__doc__).parse_args()
+    arguments = sides.parser(__doc__, devices=("cpu",)).parse_args()
     sides.start(arguments)
     repeats = arguments.repeats or (3 if arguments.quick else 7)
     with tempfile.TemporaryDirectory() as name:

@@ -183,7 +183,7 @@ def test_what_is_refused() -> None:
     for options, words in (
         ({"against": ("jax",)}, "against: got jax, expected some of trl, hf, vllm"),
         ({"programs": ("x",)}, "programs: got x"),
-        ({"models": "abd"}, "models = abd"),
+        ({"models": "abz"}, "models = abz: expected some of a, b, c, d"),
         ({"repeats": -1}, "repeats = -1"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -37,7 +37,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "mfu": ("training MFU", ()),
 }
 """File in bench/ -> what it measures, and against which peers."""
-MODELS = {"a": "1.07 M", "b": "11.4 M", "c": "124 M"}
+MODELS = {"a": "1.07 M", "b": "11.4 M", "c": "124 M", "d": "494 M"}
 """Model of bench/ -> its parameters."""
 HF_TARGET, VLLM_TARGET, VLLM_BATCHES = 3.0, 1.1, (8, 64)
 
@@ -56,7 +56,8 @@ class BenchConfig:
     quick: bool = False
     """The smallest model and few repeats: minutes instead of an hour."""
     models: str = ""
-    """Models, such as ab: a 1.07M, b 11.4M and c 124M parameters; empty for each program's own choice."""
+    """Models, such as ab: a 1.07M, b 11.4M, c 124M and d 494M parameters (for a GPU); empty for each program's own
+    choice."""
     repeats: int = 0
     """Timed runs of each side; 0 for each program's own choice."""
     threads: int = 0
@@ -70,8 +71,8 @@ class BenchConfig:
                 raise ValueError(
                     f"{name}: got {', '.join(sorted(unknown))}, expected some of {', '.join(known)}"
                 )
-        if set(self.models) - set("abc"):
-            raise ValueError(f"models = {self.models}: expected some of a, b and c")
+        if set(self.models) - set(MODELS):
+            raise ValueError(f"models = {self.models}: expected some of {', '.join(MODELS)}")
         for name in ("repeats", "threads"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected 0 or more")

@@ -33,7 +33,9 @@ WITHOUT_BFLOAT16: tuple[Precision, ...] = ("float32", "float16_master", "float16
 """Candidates on a GPU whose bfloat16 is emulated: those before compute capability 8.0 (V100, T4, RTX 20)."""
 ADVANTAGE = 1.25
 """Minimum speed-up of 16 bits over float32, because they lose digits."""
-NUM_SEQUENCES, LENGTH, VOCABULARY, REPEATS = 4, 128, 4096, 3
+NUM_SEQUENCES = {"cpu": 4, "cuda": 64}
+"""Sequences that are timed: on a GPU few tokens would take the time of launching kernels, whatever the precision."""
+LENGTH, VOCABULARY, REPEATS = 128, 4096, 3
 
 
 def _shape(policy: PolicyConfig) -> ModelConfig:
@@ -121,9 +123,10 @@ def measure(shape: ModelConfig, device: torch.device) -> dict[Precision, float]:
     shape = replace(shape, num_layers=1, vocab_size=min(shape.vocab_size, VOCABULARY))
     generator = torch.Generator().manual_seed(0)
     length = min(LENGTH, shape.max_positions)
-    drawn = torch.randint(shape.vocab_size, (NUM_SEQUENCES, length), generator=generator).tolist()
+    count = NUM_SEQUENCES.get(device.type, NUM_SEQUENCES["cpu"])
+    drawn = torch.randint(shape.vocab_size, (count, length), generator=generator).tolist()
     sequences = [TrainingSequence(prompt_ids=(row[0],), completion_ids=tuple(row[1:])) for row in drawn]
-    (micro,) = pack(sequences, token_budget=NUM_SEQUENCES * length, device=device).micro_batches
+    (micro,) = pack(sequences, token_budget=count * length, device=device).micro_batches
     runs: dict[Precision, Callable[[], None]] = {}
     for precision in CANDIDATES if has_bfloat16(device) else WITHOUT_BFLOAT16:
         model = build_model(shape)
