@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 
+import ray
 from test_samplers import make_config, run
 from test_workers import same
 
@@ -99,7 +100,7 @@ def test_a_worker_that_finds_room_later_joins_and_one_that_leaves_is_not_waited_
         def here(self) -> int:
             return os.getpid()
 
-    with open_ray("", cpus=2) as ray:
+    with open_ray("", cpus=2):
         if ray.cluster_resources()["CPU"] != 2:
             pytest.skip("a machine of more than two cores has room for both")
         other = ray.remote(Other).options(num_cpus=1).remote()
@@ -146,6 +147,7 @@ def test_killed_graders_change_no_score_and_nothing_is_left(
     assert [row["rl/reward_mean"] for row in metrics] == [row["rl/reward_mean"] for row in rows]
     assert made[0].num_started >= 3
     assert not actors("GradingWorker")
+    assert not ray.is_initialized()  # to kill a grader of a Ray that has ended starts a new one
 
 
 # Programs of their own: signals to a driver, and ranks that Ray starts again.
@@ -191,6 +193,38 @@ def until_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 def final(folder: Path) -> bytes:
     return (folder / "checkpoints/step_00000006/model.safetensors").read_bytes()
+
+
+COLLECTS_WHILE_RAY_ENDS = """
+import threading, time
+from whet.ranks.ray import open_ray
+
+with open_ray("", cpus=1) as ray:
+    refs = [ray.put(number) for number in range(2000)]
+    worker = ray._private.worker.global_worker
+
+    def collect():
+        while ray.is_initialized():  # until it begins to end
+            time.sleep(0.001)
+        while refs and hasattr(worker, "core_worker"):
+            garbage = [refs.pop()]  # each in a cycle, and enough others for the collector to run
+            garbage.append(garbage)
+            for _ in range(1000):
+                garbage = []
+                garbage.append(garbage)
+            sum(range(20000))
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+thread.join()
+print("the end")
+"""
+
+
+def test_references_that_another_thread_collects_while_ray_ends_do_not_end_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", COLLECTS_WHILE_RAY_ENDS], capture_output=True, text=True)
+    assert done.stdout == "the end\n", done.stderr[-2000:]
+    assert done.returncode == 0
 
 
 def test_a_driver_that_is_asked_to_stop_saves_and_goes_on_bit_by_bit(

@@ -8,6 +8,7 @@ and notices what dies.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import secrets
 import signal
@@ -18,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
@@ -152,9 +153,15 @@ def find_address(config: ClusterConfig) -> str:
     return os.environ.get(ADDRESS, "") or config.address
 
 
+_num_users = 0
+"""Contexts of `open_ray` that have not ended: Ray is one for the whole process."""
+_started = ExitStack()
+"""Ends the Ray that the first of them started or joined; empty if it was there before."""
+
+
 @contextmanager
 def open_ray(address: str, *, cpus: float, gpus: float = 0.0, store_bytes: int = 0) -> Iterator[Any]:
-    """Join a Ray cluster, or start a local one that ends with this context, or with this process.
+    """Join a Ray cluster, or start a local one; it is left, or ends, with the last such context, or with this process.
 
     Args:
         address: The cluster; '' for a local one.
@@ -168,23 +175,37 @@ def open_ray(address: str, *, cpus: float, gpus: float = 0.0, store_bytes: int =
     Raises:
         UserError: If Ray is missing, or there is no such cluster.
     """
+    global _num_users
     if not address:
         os.environ.update({name: os.environ.get(name, value) for name, value in LOCAL.items()})
         os.environ.setdefault(TOKEN, secrets.token_hex(32))
     was_imported = "ray" in sys.modules
     ray = load_ray()
-    if ray.is_initialized():
-        yield ray
-        return
-    if was_imported and not address:  # it read the environment when it was imported
-        with suppress(ImportError, AttributeError):
-            from ray._raylet import (  # pyright: ignore[reportMissingImports] - no part of its interface
-                AuthenticationTokenLoader,
-                Config,
-            )
+    if not ray.is_initialized():
+        if was_imported and not address:  # it read the environment when it was imported
+            with suppress(ImportError, AttributeError):
+                from ray._raylet import (  # pyright: ignore[reportMissingImports] - no part of its interface
+                    AuthenticationTokenLoader,
+                    Config,
+                )
 
-            Config.initialize("")
-            AuthenticationTokenLoader.instance().reset_cache()
+                Config.initialize("")
+                AuthenticationTokenLoader.instance().reset_cache()
+        _started.enter_context(_start(ray, address, cpus, gpus, store_bytes))
+    _num_users += 1
+    try:
+        yield ray
+    finally:
+        # Not with the one that started it: rollout workers end before the graders of samples that are still drawn,
+        # and a call of Ray without a cluster, even to kill an actor, starts a new one.
+        _num_users -= 1
+        if not _num_users:
+            _started.close()
+
+
+@contextmanager
+def _start(ray: Any, address: str, cpus: float, gpus: float, store_bytes: int) -> Iterator[None]:
+    """Join a cluster or start a local one; leave or end it."""
     told: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "whet"}
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     if not address:
@@ -208,11 +229,30 @@ def open_ray(address: str, *, cpus: float, gpus: float = 0.0, store_bytes: int =
         found = ray.cluster_resources().get("GPU", 0.0)
         if gpus > found and not address:
             raise UserError(f"cluster: {gpus:g} GPUs are asked for, this machine has {found:g}")
-        yield ray
+        yield
     finally:
-        ray.shutdown()
+        with _no_collector():
+            ray.shutdown()
         if watcher is not None:
             watcher.communicate()
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Keep Python's garbage collector off in all threads.
+
+    Ray ends the process, with status 1 and without a word, if one of its references is freed between the end of its
+    core worker and the moment at which `ray.shutdown` forgets it, which is 5 ms later if another thread computes then.
+    An actor's death leaves such references in cycles, through the exception that `ray.get` raised, and the collector
+    frees them in whatever thread allocates: the one that writes the last checkpoint. Freed later, they do nothing.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 WATCHER = """

@@ -87,7 +87,7 @@ class RayCrew:
         self._ray.kill(hand)
 
     def close(self) -> None:
-        """End the workers, and leave the cluster if this crew has joined it; a local one then ends, too."""
+        """End the workers, and leave the cluster if no other crew is there; a local one then ends, too."""
         with suppress(self._errors.RayError):
             while self._hands:
                 self._ray.kill(self._hands.pop())
