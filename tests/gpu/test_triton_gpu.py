@@ -79,13 +79,17 @@ def test_nf4(dtype: torch.dtype, shape: tuple[int, ...], double: bool) -> None:
     cases.check_nf4(CUDA, dtype, shape, double)
 
 
-def test_a_gpu_gets_the_kernels_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_gets_its_kernels_unless_they_are_declined(monkeypatch: pytest.MonkeyPatch) -> None:
     from whet.kernels.triton import attention as triton_attention
 
+    assert dispatch.triton_refusal() == ""
     query = torch.ones(1, 1, 16, device=CUDA, dtype=torch.bfloat16)
-    assert dispatch.kernel_for(eager.decode_attention, query) is None
-    monkeypatch.setenv(VARIABLE, "triton")
-    assert dispatch.kernel_for(eager.decode_attention, query) is triton_attention.decode_attention
+    for name in ("auto", "triton"):
+        monkeypatch.setenv(VARIABLE, name)
+        assert dispatch.kernel_for(eager.decode_attention, query) is triton_attention.decode_attention
+    for name in ("cpp", "eager"):
+        monkeypatch.setenv(VARIABLE, name)
+        assert dispatch.kernel_for(eager.decode_attention, query) is None
 
 
 @pytest.fixture
@@ -177,9 +181,9 @@ def test_graphs_follow_moved_parameters() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_static_step_is_near_the_exact_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     static, exact = Decoding(dtype), Decoding(dtype)
-    with monkeypatch.context() as patch:
-        patch.setenv(VARIABLE, "triton")
-        static.step(20)
-    exact.step(20, static=False)
+    for one, name, is_static in ((static, "triton", True), (exact, "eager", False)):
+        with monkeypatch.context() as patch:
+            patch.setenv(VARIABLE, name)
+            one.step(20, static=is_static)
     # Three layers of activations near 1, each rounded to the dtype several times on either side.
     assert float((static.logits - exact.logits).abs().max()) <= (1e-4 if dtype == torch.float32 else 5e-2)

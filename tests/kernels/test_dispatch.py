@@ -55,6 +55,42 @@ def check_twins(kernels: dispatch.Kernels, home: str) -> None:
         assert inspect.signature(twin) == inspect.signature(kernel.function)
 
 
+def test_a_gpu_is_tried_before_its_kernels_are_the_default(
+    nvidia: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine without one, a GPU that is too old, one whose compiler fails, one that computes something else."""
+
+    def refusal() -> str:
+        dispatch.triton_refusal.cache_clear()
+        return dispatch.triton_refusal()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        assert refusal() == "no GPU"
+        patch.setattr(torch.version, "cuda", None)
+        assert refusal() == "PyTorch is not built for NVIDIA's GPUs"
+        patch.setattr(torch.version, "cuda", "13.0")
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+        assert refusal() == "the GPU is older than NVIDIA's Ampere"
+        patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        plain = torch.linspace
+        patch.setattr(torch, "linspace", lambda *args, device: plain(*args))
+        for kernel, expected in (
+            (twins.swiglu, ""),
+            (lambda gate, up: gate * up, "Triton computes something else than PyTorch"),
+            (broken, "Triton failed: Failed to find C compiler. Please specify via CC environment variable."),
+        ):
+            table = {twins.swiglu: Kernel(kernel, lambda *_: True)}
+            patch.setattr(dispatch, "triton_kernels", lambda table=table: table)
+            assert refusal() == expected
+    dispatch.triton_refusal.cache_clear()
+
+
+def broken(*_: object) -> None:
+    raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+
 def test_every_kernel_has_its_twins_signature(nvidia: None) -> None:
     assert (len(dispatch.CPP), len(dispatch.triton_kernels())) == (6, 6)
     check_twins(dispatch.CPP, "whet.kernels.cpu.")
@@ -71,9 +107,18 @@ def test_a_gpu_has_kernels_where_they_are_asked_for(nvidia: None, monkeypatch: p
     packed = twins.nf4_quantize(torch.ones(64))
     moved = replace(packed, codes=OnGPU(torch.uint8))  # pyright: ignore[reportArgumentType]
     assert dispatch.kernel_for(twins.nf4_dequantize, moved, torch.float32) is nf4.nf4_dequantize
-    for other in ("auto", "cpp", "eager"):
+    for other in ("cpp", "eager"):
         monkeypatch.setenv(VARIABLE, other)
         assert dispatch.kernel_for(twins.swiglu, x, x) is None
+    monkeypatch.setenv(VARIABLE, "auto")  # those that were tried on the GPU at hand
+    for refusal, kernel in (("", layer.swiglu), ("the GPU is too old", None)):
+        monkeypatch.setattr(dispatch, "triton_refusal", lambda refusal=refusal: refusal)
+        assert dispatch.kernel_for(twins.swiglu, x, x) is kernel
+    other_card = OnGPU(torch.bfloat16)
+    other_card.device = torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setenv(VARIABLE, "triton")
+    assert dispatch.kernel_for(twins.swiglu, other_card, other_card) is None
     monkeypatch.setenv(VARIABLE, "fast")
     with pytest.raises(UserError, match="WHET_KERNELS = 'fast': expected auto, cpp, eager or triton"):
         dispatch.kernel_for(twins.swiglu, x)

@@ -170,8 +170,8 @@ class DecodeGraphs:
 
 
 def can_graph(model: LanguageModel, cache: KVCache) -> bool:
-    """Say whether to use graphs: on a GPU with `WHET_KERNELS=triton`, unless a module has hooks or the model options
-    that the static step does not know.
+    """Say whether to use graphs: on a GPU with Triton kernels, unless a module has hooks or the model options that the
+    static step does not know.
 
     Args:
         model: The model.

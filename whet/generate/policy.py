@@ -622,6 +622,12 @@ def resolve_device(name: str) -> torch.device:
         raise UserError(f"policy.device = {name!r}: expected auto, cpu, cuda or cuda:N") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"policy.device = {name!r}: this machine has no usable CUDA device; use cpu or auto")
+    if device.type == "cuda" and device.index is not None:
+        if device.index >= torch.cuda.device_count():
+            raise UserError(
+                f"policy.device = {name!r}: this machine's GPUs are cuda:0 to cuda:{torch.cuda.device_count() - 1}"
+            )
+        torch.cuda.set_device(device)  # Triton launches on the current device
     return device
 
 

@@ -2,8 +2,9 @@
 
 `run(eager.swiglu, gate, up)` runs one operation; `runs_cpp(x)` says whether larger parts that have no twin (attention,
 the head, a whole decoding step) run in C++. `WHET_KERNELS` in the environment decides: `auto`, the default, takes the
-C++ kernels that were measured to be as fast as PyTorch on this CPU, and PyTorch on a GPU; `cpp` takes all of them
-without measuring; `triton` takes the GPU kernels and CUDA graphs, too; `eager` takes no kernel.
+C++ kernels that were measured to be as fast as PyTorch on this CPU, and on a GPU the Triton kernels, with CUDA graphs
+of decoding steps, where they run; `cpp` takes all C++ kernels without measuring, and PyTorch on a GPU; `triton` takes
+the GPU's, or says why it cannot; `eager` takes no kernel.
 
 `whet.generate.kernel_speed` measures and sets the choice once per process, before the first model computes anything: a
 sampler and a trainer with different choices would not agree to the last bit. Until then all C++ kernels are used.
@@ -173,6 +174,10 @@ CPP: Kernels = {
 }
 
 
+TRITON_CAPABILITY = (8, 0)
+"""Ampere, whose tensor cores multiply as the kernels do; they were measured on a Hopper (docs/results/gpu.md)."""
+
+
 def has_triton() -> bool:
     """Say whether Triton is installed and PyTorch is built for NVIDIA GPUs, the only ones that the kernels support."""
     return torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
@@ -186,7 +191,10 @@ def triton_kernels() -> Kernels:
     from whet.kernels.triton import attention, layer, logprobs, nf4
 
     def accepts(x: torch.Tensor | eager.NF4, *_: Any) -> bool:
-        return isinstance(x, eager.NF4) or x.dtype in TRITON_DTYPES
+        place = x.codes.device if isinstance(x, eager.NF4) else x.device
+        # Triton launches on the current device, whatever the tensors' is.
+        is_here = place.index is None or place.index == torch.cuda.current_device()
+        return is_here and (isinstance(x, eager.NF4) or x.dtype in TRITON_DTYPES)
 
     return {
         eager.decode_attention: Kernel(attention.decode_attention, accepts),
@@ -198,18 +206,45 @@ def triton_kernels() -> Kernels:
     }
 
 
-def _requested_triton() -> Kernels:
-    # Not the default: these kernels have not been timed on a GPU yet.
-    if mode() != "triton":
-        return {}
-    if found := triton_kernels():
-        return found
-    raise UserError(
-        f"{VARIABLE} = triton: PyTorch is not built for NVIDIA's GPUs, or Triton is missing: pip install triton"
-    )
+@cache
+def triton_refusal() -> str:
+    """Return why the Triton kernels do not run on this machine's GPU; '' if they do: one is compiled and tried."""
+    if torch.version.cuda is None:
+        return "PyTorch is not built for NVIDIA's GPUs"
+    if not has_triton():
+        return "Triton is not installed"
+    if not torch.cuda.is_available():
+        return "no GPU"
+    if torch.cuda.get_device_capability() < TRITON_CAPABILITY:
+        return "the GPU is older than NVIDIA's Ampere"
+    try:
+        gate, up = torch.linspace(-2, 2, 64, device="cuda").view(2, 2, 16)
+        difference = (triton_kernels()[eager.swiglu].function(gate, up) - eager.swiglu(gate, up)).abs().max()
+    except (
+        Exception
+    ) as error:  # no C compiler for the launcher, a driver that is too old: each has its own class
+        return f"Triton failed: {(str(error).strip().splitlines() or [type(error).__name__])[-1][:200]}"
+    return "" if float(difference) < 1e-5 else "Triton computes something else than PyTorch"
 
 
-KERNELS: dict[str, Callable[[], Kernels]] = {"cpu": lambda: CPP, "cuda": _requested_triton}
+def uses_triton() -> bool:
+    """Say whether the Triton kernels run on this machine's GPU.
+
+    Raises:
+        UserError: If `WHET_KERNELS=triton` requests kernels on a GPU that has none.
+    """
+    chosen = mode()
+    if chosen == "triton" and not triton_kernels():
+        raise UserError(
+            f"{VARIABLE} = triton: PyTorch is not built for NVIDIA's GPUs, or Triton is missing: pip install triton"
+        )
+    return chosen == "triton" or (chosen == "auto" and not triton_refusal())
+
+
+KERNELS: dict[str, Callable[[], Kernels]] = {
+    "cpu": lambda: CPP,
+    "cuda": lambda: triton_kernels() if uses_triton() else {},
+}
 """The kernels of each type of device; Triton is imported only when an operation runs on a GPU."""
 
 

@@ -107,7 +107,10 @@ def _kernels(cuda: str | None) -> str:
     from whet.kernels.mode import mode
 
     if cuda is not None and dispatch.current() is None:
-        return f"{'Triton' if mode() == 'triton' else 'PyTorch'} on {cuda}"
+        if dispatch.uses_triton():
+            return f"Triton and CUDA graphs on {cuda}"
+        why = f" ({dispatch.triton_refusal()})" if mode() == "auto" else ""
+        return f"PyTorch on {cuda}{why}"
     return dispatch.describe()
 
 
