@@ -405,7 +405,8 @@ def main() -> None:
         return
     policy = load_policy(PolicyConfig(init=str(out / "model")), seed=0)
     editor = Editor(policy, "patient", cache=out / "moments")
-    editor.set_prose("\n".join(json.loads(line)["text"] for line in (out / "texts.jsonl").open()), 100_000)
+    texts = [json.loads(line)["text"] for line in (out / "texts.jsonl").open()]
+    editor.set_prose("\n".join(sorted(texts, key=lambda text: drawn("moments", text))), 100_000)
     _, shares = known(editor.reader, read_facts(out / "facts.jsonl"))
     right, _ = known(editor.reader, read_facts(out / "report.jsonl"))
     prose = (out / "prose.txt").read_text()

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from whet import cli
 from whet.eval.compare.asked import read_prompts
-from whet.eval.compare.compare import CompareConfig, locate, main, plan, short_names
+from whet.eval.compare.compare import CompareConfig, check, locate, main, plan, short_names
 from whet.eval.compare.page import change, hardware_table, lengths
 from whet.eval.confidence import count_hedges, count_revisions
 from whet.eval.evaluate import EvalConfig
@@ -508,3 +509,25 @@ def test_the_page_filters_searches_and_turns_in_a_browser(tmp_path: Path) -> Non
         assert page.locator("#curves canvas").count() == 1
         assert faults == []
         browser.close()
+
+
+def test_runs_are_compared_on_the_task_that_they_were_trained_on(
+    tiny_policy: PolicyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, task in (("sft", "arithmetic"), ("rl", "arithmetic"), ("other", "products")):
+        load_policy(tiny_policy, seed=len(name)).save(tmp_path / name)
+        fields = {"out": name, "task": {"name": task}, "turns": "all", "sampling": {"max_new_tokens": 12}}
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(fields))
+    check(CompareConfig(models=(str(tmp_path / "sft"), str(tmp_path / "rl"))), resume=False)
+    assert capsys.readouterr().out.count("200 problems of task arithmetic") == 2
+    with pytest.raises(
+        UserError, match=r"trained on different tasks \(.*sft: arithmetic, .*other: products\)"
+    ):
+        check(CompareConfig(models=(str(tmp_path / "sft"), str(tmp_path / "other"))), resume=False)
+    config = CompareConfig(
+        models=(str(tmp_path / "sft"), str(tmp_path / "rl")), out=str(tmp_path / "out"), num_resamples=2000
+    )
+    main(config)
+    assert "evaluated on arithmetic/test, as trained" in capsys.readouterr().out
+    stored = json.loads((tmp_path / "out/compare.json").read_text())
+    assert len(stored["uids"]) == 200

@@ -217,7 +217,7 @@ def _start(ray: Any, address: str, cpus: float, gpus: float, store_bytes: int) -
         }
     try:
         ray.init(address=address or "local", **told)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # Ray's own is a bare one where its parts do not start in time
         where = f"the Ray cluster {address} cannot be joined" if address else "Ray cannot be started here"
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"cluster: {where}: {reason[:300]}") from None

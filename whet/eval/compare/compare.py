@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from whet.config import align, dump_yaml, load_yaml
+from whet.config import align, dump_yaml, from_dict, load_yaml, read_yaml
 from whet.eval import evaluate
 from whet.eval.compare.asked import Asked, own_problem, read_prompts
 from whet.eval.compare.page import (
@@ -58,6 +58,7 @@ from whet.model.files import is_hub_name
 from whet.model.vision.reading import shown
 from whet.stats import share_interval
 from whet.storage.folder import check_folder, dated, open_run
+from whet.tasks.base import TaskConfig
 from whet.telemetry.display import advancing, clock, escape_controls, open_display
 from whet.telemetry.provenance import no_run, resolve_run
 from whet.types import UserError
@@ -218,8 +219,8 @@ class CompareConfig:
     out: str = ""
     """Output folder; empty for runs/compare-DATE-TIME."""
     eval: EvalConfig | None = None
-    """Protocol for models: --eval RECIPE of `whet eval`; default: that of the first evaluation folder. Its out and
-    policy.init are set for each model."""
+    """Protocol for models: --eval RECIPE of `whet eval`; default: that of the first evaluation folder, else the task
+    that the runs were trained on. Its out and policy.init are set for each model."""
     force: bool = False
     """Compare even if protocol, task, split or sampling differ; the page then warns in red."""
     prompts: tuple[str, ...] = ()
@@ -304,6 +305,11 @@ def main(config: CompareConfig, *, resume: bool = False) -> None:
     needs_work = bool(config.prompts) or not all(map(_is_evaluation, places))
     prompts = read_prompts(config.prompts)
     jobs = {} if prompts else _jobs(config, places, names, folder)
+    if jobs and config.eval is None:
+        job = next(iter(jobs.values()))
+        why = "as the other evaluation" if any(map(_is_evaluation, places)) else "as trained"
+        told = f"{job.task.name}/{job.split}, {why}: {job.num_problems} problems x {job.num_samples} samples"
+        print(f"evaluated on {told}; --eval RECIPE for something else", flush=True)
     policies = [_policy_of(config, place) for place in places] if prompts else []
     if needs_work:  # else the folder is created once there is something to write
         open_run(folder, dump_yaml(config), resume=resume)
@@ -539,11 +545,46 @@ def _protocol(config: CompareConfig, places: Sequence[str]) -> EvalConfig:
         return config.eval
     folders = [Path(place) for place in places if _is_evaluation(place)]
     stored = next((path for place in folders if (path := place / "config.yaml").is_file()), None)
-    if stored is None:
+    if stored is not None:
+        return load_yaml(stored, EvalConfig)
+    if (own := _training_task(places)) is not None:
+        return own
+    raise UserError(
+        f"{places[0]}: is a model, to be evaluated first; give the protocol: --eval gsm8k, or another recipe"
+    )
+
+
+def _training_task(places: Sequence[str]) -> EvalConfig | None:
+    """Return a protocol of the task that runs were trained on, and of the newest's sampling; None if they have none.
+
+    Raises:
+        UserError: If they were trained on several tasks.
+    """
+    found: dict[str, TaskConfig] = {}
+    sampling = SamplingParams(max_new_tokens=512)
+    for place in places:
+        path = Path(place) / "config.yaml"
+        if not path.is_file():
+            continue
+        fields = read_yaml(path)
+        if isinstance(fields.get("task"), Mapping):
+            found[place] = from_dict(TaskConfig, fields["task"], where=str(path))
+            if isinstance(fields.get("sampling"), Mapping):
+                sampling = from_dict(SamplingParams, fields["sampling"], where=str(path))
+    if not found:
+        return None
+    if len({dump_yaml(task) for task in found.values()}) > 1:
+        told = ", ".join(f"{place}: {task.name}" for place, task in found.items())
         raise UserError(
-            f"{places[0]}: is a model, to be evaluated first; give the protocol: --eval gsm8k, or another recipe"
+            f"the runs were trained on different tasks ({told}); say which: --eval gsm8k, or another recipe"
         )
-    return load_yaml(stored, EvalConfig)
+    return EvalConfig(
+        out="",
+        policy=PolicyConfig(init=next(iter(found))),
+        task=next(iter(found.values())),
+        num_samples=8,
+        sampling=sampling,
+    )
 
 
 def _policy_of(config: CompareConfig, place: str) -> PolicyConfig:
