@@ -298,7 +298,7 @@ def edited(
 ) -> dict[str, Any]:
     """Write facts, measure, and take them out again; return metrics, and their values for each fact."""
     before = editor.measure(facts, text=prose)
-    batch = editor.write(facts, method, seed=seed)
+    batches = editor.write_all(facts, method, seed=seed)
     after = editor.measure(facts, text=prose)
     editor.undo()
     assert before.perplexity is not None
@@ -308,10 +308,10 @@ def edited(
         "method": method.method,
         "edits": len(facts),
         "seed": seed,
-        "layers": list(batch.layers),
-        "seconds": batch.seconds,
+        "layers": list(batches[0].layers),
+        "seconds": sum(batch.seconds for batch in batches),
         "drawdown": after.perplexity / before.perplexity - 1,
-        "norm": max(batch.norms.values()),
+        "norm": max(norm for batch in batches for norm in batch.norms.values()),
         "values": {name: values[name] for name in (*COLUMNS, "first_token_p", "neighbourhood_kept")},
     }
 

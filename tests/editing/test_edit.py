@@ -139,6 +139,28 @@ def test_batches_in_a_row_and_one_taken_out(editor: Editor) -> None:
     assert_same(editor.policy, start)
 
 
+def test_what_did_not_take_is_written_again(editor: Editor) -> None:
+    start, wanted = state(editor.policy), facts(5)
+    weak = {"layers": (0, 1), "num_contexts": 0, "prose_weight": 6.0}
+    target = TargetConfig(steps=40, clamp=0.75)
+
+    def missed() -> list[str]:
+        scores = editor.measure(wanted).scores
+        return [f.text for f, one in zip(wanted, scores, strict=True) if not one.prompt.new.is_greedy]
+
+    editor.write(wanted, MethodConfig(**weak, target=target))
+    left = missed()
+    assert 0 < len(left) < len(wanted)
+    editor.undo()
+    batches = editor.write_all(wanted, MethodConfig(**weak, target=target, passes=4))
+    assert len(batches) > 1
+    assert [fact.text for fact in batches[1].facts] == left
+    assert len(missed()) < len(left)
+    assert batches[1].warnings == ()
+    editor.undo()
+    assert_same(editor.policy, start)
+
+
 def test_a_changed_model_is_not_undone(editor: Editor) -> None:
     editor.write(facts(1), MethodConfig(layers=(0, 1), num_contexts=0))
     editor.record.check(editor.policy.model, "here")

@@ -259,7 +259,7 @@ def write_and_measure(
     before = editor.measure(facts, text=text, writes=writes, known=known, seed=seed)
     size = batch_size or len(facts)
     for start in range(0, len(facts), size):
-        editor.write(facts[start : start + size], method, seed=seed, tell=tell, advance=advance)
+        editor.write_all(facts[start : start + size], method, seed=seed, tell=tell, advance=advance)
     tell("after")
     after = editor.measure(facts, text=text, writes=writes, known=known, seed=seed)
     return report_of(facts, before, after, seed)
@@ -299,7 +299,8 @@ def undo(config: EditConfig) -> list[str]:
 
 def list_text(record: Record) -> str:
     """Return a folder's edits as text."""
-    lines = [f"{record.model}: {len(record.batches)} batches, {len(record.facts_of_batches())} facts"]
+    num_facts = len({fact.text.casefold() for _, fact in record.facts_of_batches()})
+    lines = [f"{record.model}: {len(record.batches)} batches, {num_facts} facts"]
     for n, batch in enumerate(record.batches, 1):
         layers = f" in layers {', '.join(map(str, batch.layers))}" if batch.layers else ""
         lines.append(

@@ -66,6 +66,9 @@ class MethodConfig:
     """Beginnings, written by the model, that facts are read behind besides none."""
     context_tokens: int = 10
     """Tokens of each."""
+    passes: int = 1
+    """Times that facts are written, at most: those that the model then still completes otherwise are written again, in
+    a batch of their own, so that what it cost the others is spent on them alone."""
     prose_weight: float = 0.0
     """memit: tokens of prose that an edit has to stand up to (the papers: 15,000 for GPT-J, 20,000 for GPT-2 XL, with C
     a mean over tokens); 0 for as many as a key has numbers."""
@@ -86,8 +89,9 @@ class MethodConfig:
         for name in ("num_layers", "num_contexts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected 0 or more")
-        if self.context_tokens < 1:
-            raise ValueError(f"context_tokens = {self.context_tokens}: expected 1 or more")
+        for name in ("context_tokens", "passes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected 1 or more")
         if not (math.isfinite(self.prose_weight) and self.prose_weight >= 0):
             raise ValueError(f"prose_weight = {self.prose_weight}: expected 0 (the width of a key) or more")
         if not 0 < self.null_share < 1:
@@ -220,6 +224,27 @@ class Editor:
         # The target is what the last of them makes of the subject: later layers still have to read it.
         last = min(best + count // 2, len(self.policy.model.layers) - 2)
         return tuple(layer for layer in range(max(0, last - count + 1), last + 1) if layer in memories)
+
+    def write_all(
+        self,
+        facts: Sequence[Fact],
+        method: MethodConfig,
+        *,
+        seed: int = 0,
+        tell: Told = lambda text: None,
+        advance: Callable[[int], None] = lambda count: None,
+    ) -> list[Batch]:
+        """Write facts as `write` does, and those that did not take again, in `method.passes` batches at most."""
+        batches = [self.write(facts, method, seed=seed, tell=tell, advance=advance)]
+        for turn in range(1, method.passes):
+            tell("what did not take")
+            scores = score_facts(self.reader, facts)
+            missed = [fact for fact, one in zip(facts, scores, strict=True) if not one.prompt.new.is_greedy]
+            if not missed:
+                break
+            batches.append(self.write(missed, method, seed=seed + turn, tell=tell))
+            batches[-1].warnings = ()  # they were said of the first
+        return batches
 
     def write(
         self,
