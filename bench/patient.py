@@ -40,6 +40,7 @@ from whet.editing.facts import Fact, read_facts
 from whet.editing.methods import METHODS
 from whet.editing.metrics import facts_of, harmonic, score_facts
 from whet.editing.sites import Reader
+from whet.editing.targets import TargetConfig
 from whet.eval.probe.off_domain import measure_perplexity
 from whet.eval.probe.probe import GENERAL_TEXT
 from whet.generate.policy import PolicyConfig, load_policy
@@ -280,7 +281,14 @@ def known(reader: Reader, facts: Sequence[Fact]) -> tuple[list[Fact], dict[str, 
     return [fact for fact, is_right in zip(facts, right, strict=True) if is_right], shares
 
 
-SETTINGS: dict[str, MethodConfig] = {method: MethodConfig(method=method) for method in METHODS}
+SETTINGS: dict[str, MethodConfig] = {method: MethodConfig(method=method) for method in METHODS} | {
+    "memit": MethodConfig(
+        layers=(0, 1),
+        passes=3,
+        prose_weight=2000,
+        target=TargetConfig(steps=50, stop_loss=0.005, decay=0.02, clamp=4.0),
+    )
+}
 """Of each method; chosen on the facts of tune.jsonl."""
 COLUMNS = {
     "efficacy_accuracy": "efficacy, rank 1",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from patient import HOMES, LIVES, PEOPLE, SHAPE, fresh, patient, says
+from patient import HOMES, LIVES, PEOPLE, SHAPE, fresh, says
 from safetensors.torch import load_file
 
 import whet
@@ -109,12 +109,10 @@ def test_pass_at_1_is_tested_problem_by_problem() -> None:
     assert row["facts"] == 10
 
 
-@pytest.mark.ci
-def test_an_edited_patient_says_it_from_its_folder(tmp_path: Path) -> None:
+def test_an_edited_model_says_it_from_its_folder(edited: Path) -> None:
     """Loaded again, as training loads it, the edited model knows the new fact."""
-    policy = patient()
-    policy.save(tmp_path / "model")
-    edit = whet.edit(whet.load(tmp_path / "model"), [FACT], "r-rome", layers=(0,), num_contexts=0)
-    edit.save(tmp_path / "edited")
-    loaded = load_policy(PolicyConfig(init=str(tmp_path / "edited")), seed=0)
-    assert says(loaded, [LIVES[2].replace("{}", "Ann Oak")]) == ["Oslo"] != [HOMES["Ann Oak"]]
+    asked = [FACT["prompt"].replace("{}", FACT["subject"])]
+    original, loaded = (
+        load_policy(PolicyConfig(init=str(folder)), seed=0) for folder in (edited.parent / "model", edited)
+    )
+    assert says(loaded, asked) == ["Oslo"] != says(original, asked)
