@@ -220,9 +220,7 @@ def triton_refusal() -> str:
     try:
         gate, up = torch.linspace(-2, 2, 64, device="cuda").view(2, 2, 16)
         difference = (triton_kernels()[eager.swiglu].function(gate, up) - eager.swiglu(gate, up)).abs().max()
-    except (
-        Exception
-    ) as error:  # no C compiler for the launcher, a driver that is too old: each has its own class
+    except Exception as error:  # no C compiler, a driver that is too old: each has its own class
         return f"Triton failed: {(str(error).strip().splitlines() or [type(error).__name__])[-1][:200]}"
     return "" if float(difference) < 1e-5 else "Triton computes something else than PyTorch"
 

@@ -555,7 +555,7 @@ def _protocol(config: CompareConfig, places: Sequence[str]) -> EvalConfig:
 
 
 def _training_task(places: Sequence[str]) -> EvalConfig | None:
-    """Return a protocol of the task that runs were trained on, and of the newest's sampling; None if they have none.
+    """Return a protocol of the task that runs were trained on, sampled as the last of them was; None if there is none.
 
     Raises:
         UserError: If they were trained on several tasks.
