@@ -139,9 +139,9 @@ def test_batches_in_a_row_and_one_taken_out(editor: Editor) -> None:
     assert_same(editor.policy, start)
 
 
-def test_what_did_not_take_is_written_again(editor: Editor) -> None:
+def test_what_did_not_take_is_written_again(editor: Editor, monkeypatch: pytest.MonkeyPatch) -> None:
     start, wanted = state(editor.policy), facts(5)
-    weak = {"layers": (0, 1), "num_contexts": 0, "prose_weight": 6.0}
+    weak: dict[str, Any] = {"layers": (0, 1), "num_contexts": 0, "prose_weight": 6.0}
     target = TargetConfig(steps=40, clamp=0.75)
 
     def missed() -> list[str]:
@@ -159,6 +159,11 @@ def test_what_did_not_take_is_written_again(editor: Editor) -> None:
     assert batches[1].warnings == ()
     editor.undo()
     assert_same(editor.policy, start)
+    traced: list[int] = []
+    monkeypatch.setattr("whet.editing.editor.locate", lambda *_, **__: (traced.append(1) or 1, None))
+    del weak["layers"]
+    assert len(editor.write_all(wanted, MethodConfig(**weak, target=target, passes=2))) == 2
+    assert len(traced) == 1  # what is written again goes into the same layers
 
 
 def test_a_changed_model_is_not_undone(editor: Editor) -> None:

@@ -100,6 +100,12 @@ def test_a_known_task_is_asked_before_and_after(
     assert row["facts"] > 0
 
 
+def test_a_task_that_is_not_there_is_found_before_the_edit(edited: Path, tmp_path: Path) -> None:
+    words = ["edit", str(edited.parent / "model"), "--facts", str(tmp_path / "facts.jsonl"), "--dry-run"]
+    with pytest.raises(UserError, match=r"'nowhere\.jsonl': no such file"):
+        __main__.run([*words, "--out", str(tmp_path / "more"), "--task", "nowhere.jsonl"])
+
+
 def test_pass_at_1_is_tested_problem_by_problem() -> None:
     before, after = [True] * 8 + [False] * 2, [True] * 2 + [False] * 7 + [True]
     sides = [Measured(scores=[], right=right) for right in (before, after)]

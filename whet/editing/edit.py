@@ -12,7 +12,15 @@ from typing import Any
 from whet.cli import Program
 from whet.config import align, dump_yaml
 from whet.editing import page
-from whet.editing.editor import OWN_TOKENS, PROSE_TOKENS, Editor, KnownTask, MethodConfig, report_of
+from whet.editing.editor import (
+    OWN_TOKENS,
+    PROSE_TOKENS,
+    Editor,
+    KnownTask,
+    MethodConfig,
+    known_problems,
+    report_of,
+)
 from whet.editing.facts import Fact, check_facts, read_facts
 from whet.editing.record import RECORD, Record
 from whet.editing.statistics import digest_of
@@ -123,9 +131,11 @@ def check(config: EditConfig, resume: bool) -> None:
     find_model(config.policy.init)
     for warning in check_facts(_facts(config)) if config.facts else ():
         print(f"warning: {warning}")
+    if config.task:
+        known_problems(config.task, config.num_problems)
     if config.out:
         check_folder(Path(config.out), resumable=False)
-    print("checked: model, facts and folder; the edit would start")
+    print("checked: model, facts, task and folder; the edit would start")
 
 
 def _facts(config: EditConfig) -> list[Fact]:

@@ -138,8 +138,7 @@ class KnownTask:
         Raises:
             UserError: If there is no such task, or nothing to ask.
         """
-        task = load_task(TaskConfig(name=name))
-        check_gold(task, wanted := take_problems(task, "test", num_problems), "pass@1 compares answers")
+        task, wanted = known_problems(name, num_problems)
         asked = _asking(policy, task)
         problems = fitting_problems(asked, wanted, min_new_tokens=1)
         if not problems:
@@ -152,6 +151,18 @@ class KnownTask:
         asked = _asking(policy, self.task)
         result = evaluate(asked, self.task, self.problems, num_samples=1, sampling=sampling, seed=0)
         return [judged.grade.is_correct for judged in result.greedy]
+
+
+def known_problems(name: str, count: int) -> tuple[Task, list[Problem]]:
+    """Return a task and the first problems of its test split, 0 for all.
+
+    Raises:
+        UserError: If there is no such task, or its problems have no answers.
+    """
+    task = load_task(TaskConfig(name=name))
+    problems = take_problems(task, "test", count)
+    check_gold(task, problems, "pass@1 compares answers")
+    return task, problems
 
 
 def _asking(policy: Policy, task: Task) -> Policy:
@@ -236,13 +247,14 @@ class Editor:
     ) -> list[Batch]:
         """Write facts as `write` does, and those that did not take again, in `method.passes` batches at most."""
         batches = [self.write(facts, method, seed=seed, tell=tell, advance=advance)]
+        again = replace(method, layers=batches[0].layers)  # traced once
         for turn in range(1, method.passes):
             tell("what did not take")
             scores = score_facts(self.reader, facts)
             missed = [fact for fact, one in zip(facts, scores, strict=True) if not one.prompt.new.is_greedy]
             if not missed:
                 break
-            batches.append(self.write(missed, method, seed=seed + turn, tell=tell))
+            batches.append(self.write(missed, again, seed=seed + turn, tell=tell))
             batches[-1].warnings = ()  # they were said of the first
         return batches
 
