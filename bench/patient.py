@@ -27,6 +27,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -37,19 +38,17 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from whet.cli import dump_yaml
 from whet.editing.editor import Editor, MethodConfig
 from whet.editing.facts import Fact, read_facts
-from whet.editing.methods import METHODS
+from whet.editing.methods import METHODS, TuneConfig
 from whet.editing.metrics import facts_of, harmonic, score_facts
 from whet.editing.sites import Reader
 from whet.editing.targets import TargetConfig
 from whet.eval.probe.off_domain import measure_perplexity
 from whet.eval.probe.probe import GENERAL_TEXT
 from whet.generate.policy import PolicyConfig, load_policy
-from whet.model.config import ModelConfig
 from whet.model.text.tokenizer import Tokenizer
+from whet.recipes.sft import facts
 from whet.stats import paired_bootstrap, share_interval
-from whet.tasks.base import TaskConfig
 from whet.train import sft
-from whet.train.optim.step import OptimConfig
 from whet.train.sft import SFTConfig
 
 VOCABULARY = 4096
@@ -199,33 +198,15 @@ def make_tokenizer(texts: Sequence[str], folder: Path) -> Tokenizer:
 
 
 def recipe(out: Path, steps: int) -> SFTConfig:
-    """Return what is trained: a Llama of about three million parameters, whose memories are wide for its size."""
-    shape = ModelConfig(
-        hidden_size=128,
-        intermediate_size=1024,
-        num_layers=5,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=32,
-        max_positions=256,
-        init_std=0.04,
-        tie_embeddings=True,
-    )
-    return SFTConfig(
+    """Return the recipe `facts`, in a folder of its own."""
+    found = facts()
+    return replace(
+        found,
         out=str(out / "model"),
-        policy=PolicyConfig(model=shape, tokenizer=str(out / "tokenizer"), schema="none", template="plain"),
-        task=TaskConfig(name="jsonl", path=str(out / "texts.jsonl")),
-        optim=OptimConfig(
-            lr=3e-3,
-            optimizer="muon",
-            warmup_steps=max(1, steps // 20),
-            final_lr_share=0.02,
-            beta2=0.95,
-            weight_decay=0.1,
-        ),
+        policy=replace(found.policy, tokenizer=str(out / "tokenizer")),
+        task=replace(found.task, path=str(out / "texts.jsonl")),
+        optim=replace(found.optim, warmup_steps=max(1, steps // 20)),
         num_steps=steps,
-        batch_size=32,
-        validation_problems=0,
         save_every=max(1, steps // 4),
     )
 
@@ -281,13 +262,19 @@ def known(reader: Reader, facts: Sequence[Fact]) -> tuple[list[Fact], dict[str, 
     return [fact for fact, is_right in zip(facts, right, strict=True) if is_right], shares
 
 
+SEARCH = TargetConfig(steps=50, stop_loss=0.005, decay=0.02, clamp=4.0)
 SETTINGS: dict[str, MethodConfig] = {method: MethodConfig(method=method) for method in METHODS} | {
     "memit": MethodConfig(
         layers=(0, 1),
         passes=3,
         prose_weight=2000,
-        target=TargetConfig(steps=50, stop_loss=0.005, decay=0.02, clamp=4.0),
-    )
+        target=SEARCH,
+    ),
+    "alphaedit": MethodConfig(
+        method="alphaedit", layers=(0, 1), passes=3, null_share=0.3, ridge=1.0, target=SEARCH
+    ),
+    "ft": MethodConfig(method="ft", layers=(0,), tune=TuneConfig(lr=2e-3, bound=0.02, steps=50)),
+    "lora": MethodConfig(method="lora", tune=TuneConfig(lr=5e-4, steps=50)),
 }
 """Of each method; chosen on the facts of tune.jsonl."""
 COLUMNS = {

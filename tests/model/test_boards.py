@@ -73,6 +73,10 @@ def test_random_embeddings_share_the_parts_of_what_their_tokens_share() -> None:
     assert float(rook_a8.norm()) == pytest.approx(4096**0.5, rel=0.05)
     other = tokenizer.encode("M:")[0]
     assert torch.equal(table[other], before[other])
+    # A piece that is named, as in a line of moves, is the kind of the one on a square.
+    named = tokenizer.encode("e2e4P")[-1]
+    assert cosine(table[named], pawn_a7) == pytest.approx(0, abs=0.05)
+    assert cosine(table[tokenizer.encode("e7e5p")[-1]], pawn_a7) == pytest.approx(1 / 2**0.5, abs=0.05)
     again = before.clone()
     compose_embeddings(again, tokenizer, seed=3)
     assert torch.equal(again, table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,6 +140,11 @@ def test_boards_stand_beside_completions() -> None:
     environment = f"A: {fen}+e2e4+e2e4+"
     after = "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1"
     assert len(board_sources(environment, "", f"{after}+0.001+0+0")) == 2
+    (listed,) = board_sources("L: 8/P6k/8/8/8/8/7K/8 w - - 0 1+", "", " a7a8qQ h2h3K h2h4K")
+    colours = json.loads(listed.removeprefix("chess:"))[1]
+    assert colours.keys() == {"a7a8", "h2h3", "h2h4"}
+    svg = base64.b64decode(draw_board(listed)["src"].partition(",")[2]).decode()
+    assert svg.count('class="arrow"') >= 6
     assert board_sources("47+85=", "132", "x") == []
     assert "src" not in draw_board('chess:["nonsense", {}]')
     assert "src" not in draw_board("chess:" + "[" * 5000)

@@ -169,6 +169,22 @@ def chess_policy(init: str = "") -> PolicyConfig:
     return PolicyConfig(model=shape, tokenizer="boards", schema="none", template="plain", max_rows=256)
 
 
+def facts_policy() -> PolicyConfig:
+    """A Llama of 3 M parameters whose memories are wide for its size, over a tokenizer made for its facts."""
+    shape = ModelConfig(
+        hidden_size=128,
+        intermediate_size=1024,
+        num_layers=5,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=32,
+        max_positions=256,
+        init_std=0.04,
+        tie_embeddings=True,
+    )
+    return PolicyConfig(model=shape, tokenizer="runs/facts/tokenizer", schema="none", template="plain")
+
+
 def gpt2_policy() -> PolicyConfig:
     """GPT-2 124M with the four tags in its padded vocabulary (50257-50260 of 50304 rows)."""
     return PolicyConfig(

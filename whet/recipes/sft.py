@@ -16,6 +16,7 @@ from whet.recipes.models import (
     calculator_policy,
     chess_policy,
     demo_policy,
+    facts_policy,
     gpt2_policy,
     rookworld_policy,
 )
@@ -131,6 +132,30 @@ def chess() -> SFTConfig:
     )
 
 
+def facts() -> SFTConfig:
+    """Some 2,000 facts in several wordings, and prose, from random weights: the model that docs/editing.md edits.
+
+    `python bench/patient.py RELATIONS runs/facts --only data` writes its texts and its tokenizer.
+    """
+    return SFTConfig(
+        out="runs/facts/model",
+        policy=facts_policy(),
+        task=TaskConfig(name="jsonl", path="runs/facts/texts.jsonl"),
+        optim=OptimConfig(
+            lr=3e-3,
+            optimizer="muon",
+            warmup_steps=55,
+            final_lr_share=0.02,
+            beta2=0.95,
+            weight_decay=0.1,
+        ),
+        num_steps=1100,
+        batch_size=32,
+        validation_problems=0,
+        save_every=275,
+    )
+
+
 def rookworld_124m() -> SFTConfig:
     """GPT-2 124M on lines of chess, as RookWorld-LM was made: P: and A: lines in one model."""
     return SFTConfig(
@@ -242,6 +267,7 @@ RECIPES: dict[str, Callable[[], SFTConfig]] = {
     "stories260k-gsm8k": stories260k_gsm8k,
     "gpt2-gsm8k": gpt2_gsm8k,
     "chess": chess,
+    "facts": facts,
     "rookworld-124m": rookworld_124m,
     "qwen2.5-0.5b-math": qwen25_05b_math,
     "qwen2.5-1.5b-math": qwen25_15b_math,

@@ -7,7 +7,7 @@ import json
 import re
 
 from whet.tasks.chess.board import find_move, picture, read_board
-from whet.tasks.chess.formats import read_policy, read_step
+from whet.tasks.chess.formats import NUM_LISTED, read_moves, read_policy, read_step
 from whet.types import UserError
 
 SCHEME = "chess:"
@@ -15,6 +15,7 @@ SCHEME = "chess:"
 MAX_SOURCE = 1000
 _POLICY = re.compile(r"P: ([^:]{10,120}?) +M:")
 _ENVIRONMENT = re.compile(r"A: ([^+]{10,120})\+([^+]{1,10})\+")
+_MOVES = re.compile(r"L: ([^+]{10,120})\+")
 _WORDS = re.compile(r"Chess position \(FEN\): ([^\n]{10,120})\n")
 CANDIDATE, BEST, GOLD, WRONG = "blue", "green", "yellow", "red"
 """Colours of arrows: a candidate; the best move of the completion, and of the engine; what is illegal."""
@@ -35,6 +36,9 @@ def board_sources(prompt: str, answer: str, completion: str) -> list[str]:
     if found := _ENVIRONMENT.match(prompt):
         after = read_step(completion).fen
         return [_source(found[1], {found[2]: BEST}), *([_source(after[:120], {})] if after else [])]
+    if found := _MOVES.match(prompt):
+        listed = read_moves(completion).moves[:NUM_LISTED]
+        return [_source(found[1], {move[:4]: CANDIDATE for move in listed})]
     if found := _WORDS.match(prompt):
         words = completion.replace("<", " ").replace(">", " ").split()
         named = [word for word in words if re.fullmatch(r"[a-h][1-8][a-h][1-8][qrbn]?", word)]
@@ -57,7 +61,10 @@ def draw_board(source: str) -> dict[str, str]:
         fen, moves = json.loads(source[len(SCHEME) : MAX_SOURCE])
         board = read_board(str(fen))
         arrows = [
-            (str(move), str(colour) if find_move(board, str(move)) else WRONG)
+            (
+                str(move),
+                str(colour) if any(find_move(board, f"{move}{piece}") for piece in ("", "q")) else WRONG,
+            )
             for move, colour in moves.items()
         ]
         if any(colour not in (CANDIDATE, BEST, GOLD, WRONG) for _, colour in arrows):

@@ -116,8 +116,8 @@ class Preset:
 def _task_part(name: str, part: str, schema: ResponseSchema, task: Task) -> Reward:
     if not isinstance(task, PartsTask) or part not in (*task.part_names, *CHESS_SUMS):
         raise UserError(
-            f"rewards.{name}: task {task.name} has no such part; it is for chess-policy, chess-env, chess-reason and "
-            "mixtures of them"
+            f"rewards.{name}: task {task.name} has no such part; it is for chess-policy, chess-env, chess-moves, "
+            "chess-reason and mixtures of them"
         )
     if part in CHESS_SUMS and not task.part_names:
         raise UserError(f"rewards.{name}: task {task.name} has no chess in it")
@@ -138,7 +138,18 @@ CHESS_SUMS = {
 }
 """Sums of the parts of a chess line, 1 for the gold line, and the least that each pays: our own weights, and the
 published ones of three versions of RookWorld over their sum (`whet.tasks.chess.scoring`)."""
-CHESS_PARTS = ("legal", "candidates", "order", "evals", "best", "fen", "similarity", "reward", "flags")
+CHESS_PARTS = (
+    "legal",
+    "candidates",
+    "order",
+    "evals",
+    "best",
+    "fen",
+    "similarity",
+    "reward",
+    "flags",
+    "pieces",
+)
 """Parts of chess lines; a line that does not have a part scores 0 of it."""
 CHESS: dict[str, Preset] = {
     **{

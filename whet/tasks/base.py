@@ -78,7 +78,7 @@ OPTIONS: dict[str, frozenset[str]] = {
     "yes_no": frozenset({"path", "max_bad_rows"}) | _IMAGES,
     "gym": _DRAWN | {"path"},
     **dict.fromkeys(KINDS, _CHESS),
-    "chess-env": _CHESS - {"nodes", "layout"},
+    **dict.fromkeys(("chess-env", "chess-moves"), _CHESS - {"nodes", "layout"}),
     "chess-reason": _CHESS - {"layout"},
     "jsonl": _ROWS | _COLUMNS | _ON_HUB,
     "hub": _ROWS | _COLUMNS | _ON_HUB,
@@ -99,7 +99,7 @@ class TaskConfig:
 
     name: str = "arithmetic"
     """Generated: arithmetic, products, countdown, letters; with images: matrices, shapes, bars; 50 fixed sums: sanity;
-    chess: chess-policy, chess-env, chess-reason, chess (to evaluate);
+    chess: chess-policy, chess-env, chess-moves, chess-reason, chess (to evaluate);
     data of the hub: gsm8k, math, aime25, dapo_math and more (docs/tasks.md), or hub with any path; your own: jsonl,
     choice, yes_no, code, path.py:MyTask; gym (reasoning-gym); mixture. A file, a folder or a hub name stands for the
     task that reads it."""

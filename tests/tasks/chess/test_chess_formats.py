@@ -12,8 +12,10 @@ from whet.tasks.chess import board as rules  # noqa: E402
 from whet.tasks.chess.formats import (  # noqa: E402
     environment_answer,
     environment_prompt,
+    moves_answer,
     policy_answer,
     policy_prompt,
+    read_moves,
     read_policy,
     read_step,
 )
@@ -21,6 +23,7 @@ from whet.tasks.chess.positions import made  # noqa: E402
 from whet.tasks.chess.scoring import (  # noqa: E402
     TOTALS,
     Line,
+    moves_parts,
     policy_parts,
     step_parts,
     total,
@@ -158,6 +161,40 @@ def test_random_lines_against_python_chess(count: int) -> None:
                 assert total(name, "environment", worse) < 1 - 1e-9, other
 
 
+def test_lines_of_moves() -> None:
+    """Every legal move is written with the piece that stands there afterwards and what is gone; another letter, an
+    illegal, a repeated and a missing move pay less."""
+    for number in range(60):
+        board = walk(number)
+        entries = []
+        for move in board.legal_moves:
+            after = board.copy()
+            after.push(move)
+            gone = sorted(map(str, board.piece_map().values()))
+            for piece in after.piece_map().values():
+                if str(piece) in gone:
+                    gone.remove(str(piece))
+            taken = [one for one in gone if one.islower() == board.turn]  # not a pawn that became a queen
+            entries.append(rules.listed_move(board, move))
+            assert entries[-1] == f"{move.uci()}{after.piece_at(move.to_square)}{''.join(taken)}"
+        entries = Draw("listed", number).shuffled(entries)[:12]
+        gold = moves_answer(entries)
+        best = moves_parts(board, read_moves(gold))
+        assert total("chess", "moves", best) == pytest.approx(1.0)
+        last = entries[-1]
+        others = {
+            "piece": gold[:-1] + ("n" if last[-1] != "n" else "r"),
+            "illegal": gold.replace(last, "a1a1K"),
+            "repeated": gold.replace(last, entries[0]) if len(entries) > 1 else "",
+            "missing": moves_answer(entries[:-1]),
+            "one more": f"{gold} a1a1K",
+        }
+        for what, text in others.items():
+            worse = moves_parts(board, read_moves(text))
+            assert total("chess", "moves", worse) < 1 - 1e-9, (what, text)
+            assert (worse["legal"] < 1) is (what != "piece"), (what, text)
+
+
 def _first(tail: str) -> str:
     return tail.split()[0]
 
@@ -217,6 +254,7 @@ def test_hostile_text_is_bounded() -> None:
     texts += [
         " " * 900 + "E:" + " " * 90,
         "a2a3 " * 199,
+        "a2a3P " * 160,
         "1" * 999,
         "E:B:",
         " ".join(["0.1"] * 199) + "E: B: e2e4",
@@ -226,6 +264,7 @@ def test_hostile_text_is_bounded() -> None:
         for name in TOTALS:
             assert total(name, "policy", policy_parts(board, lines, read_policy(text))) < 0.5
             assert total(name, "environment", step_parts(truth, read_step(text))) < 0.5
+            assert total(name, "moves", moves_parts(board, read_moves(text))) < 0.5
     assert time.perf_counter() - began < 2.0
 
 

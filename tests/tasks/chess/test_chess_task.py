@@ -43,10 +43,14 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["chess-env", *(pytest.param(name, marks=needs_engine) for name in ("chess-policy", "chess-reason"))],
+    [
+        "chess-env",
+        "chess-moves",
+        *(pytest.param(name, marks=needs_engine) for name in ("chess-policy", "chess-reason")),
+    ],
 )
 def test_gold_pays_most_and_hostile_answers_nothing(name: str) -> None:
-    options = {} if name == "chess-env" else {"nodes": 100}
+    options = {} if name in ("chess-env", "chess-moves") else {"nodes": 100}
     loaded = load_task(TaskConfig(name=name, num_problems=36, **options))
     schema = SCHEMAS["think_answer" if name == "chess-reason" else "none"]
     problems = [problem for split in SPLITS for problem in loaded.problems(split)]
@@ -56,6 +60,16 @@ def test_gold_pays_most_and_hostile_answers_nothing(name: str) -> None:
         assert (found.best, found.maximum) == pytest.approx((1.0, 1.0))
         assert [check.failures for check in found.checks if check.is_refuted] == []
     assert CHESS_SUMS.keys() == TOTALS.keys() | SHAPED.keys()
+
+
+def test_lines_of_moves_are_measured() -> None:
+    loaded = load_task(TaskConfig(name="chess-moves", num_problems=30))
+    problems = loaded.problems("train")
+    metrics, _ = loaded.measures([(problem, problem.answer) for problem in problems])  # type: ignore[attr-defined]
+    assert (metrics["moves_legal"].mean, metrics["moves_pieces"].mean) == (1.0, 1.0)
+    metrics, _ = loaded.measures([(problem, loaded.wrong_answer(problem)) for problem in problems])  # type: ignore[attr-defined]
+    assert metrics["moves_legal"].mean == 1.0
+    assert metrics["moves_pieces"].mean < 1.0
 
 
 def test_splits_go_by_position_whichever_side_it_is_seen_from() -> None:

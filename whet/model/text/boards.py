@@ -37,7 +37,7 @@ def boards(tags: Sequence[str] = ()) -> Tokenizer:
     rights = ["".join(some) for count in range(1, 5) for some in combinations("KQkq", count)]
     squares = [f"{file}{rank}" for rank in range(1, 9) for file in FILES]
     pieces = [
-        *("P: ", "A: ", "M:", "E:", "B:", "0.001", "-1.0+", "1.0+", "0.5+"),
+        *("P: ", "A: ", "L: ", "M:", "E:", "B:", "0.001", "-1.0+", "1.0+", "0.5+"),
         *(
             f"{piece}{mark}{'/' if index % 8 == 7 and index < 56 else ''}"
             for index, mark in enumerate(SQUARE_MARKS)
@@ -59,7 +59,7 @@ def boards(tags: Sequence[str] = ()) -> Tokenizer:
         [
             *map(re.escape, tags),
             rf"[{PIECES}]{marks}/?",
-            r"P: |A: |M:|E:|B:",
+            r"P: |A: |L: |M:|E:|B:",
             r" [wb](?= )",
             r" (?:KQ?k?q?|Qk?q?|kq?|q|-)(?= )",
             r" ?[a-h][1-8]",
@@ -135,6 +135,8 @@ def compose_embeddings(table_VD: torch.Tensor, tokenizer: Tokenizer, seed: int) 
         for kind, square, token in _on_squares():
             parts = sum((vector(part) for part in (square, square[0], square[1])), torch.zeros(()))
             table_VD[ids[token]] = (vector(kind) + parts / math.sqrt(3)) / math.sqrt(2)
+        for piece in PIECES[:-1]:  # named without a square
+            table_VD[ids[piece]] = vector(f"piece {piece}")
 
 
 def _on_squares() -> Iterator[tuple[str, str, str]]:

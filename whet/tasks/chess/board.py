@@ -61,6 +61,17 @@ def find_move(board: chess.Board, text: str) -> chess.Move | None:
     return move if move and board.is_legal(move) else None
 
 
+def listed_move(board: chess.Board, move: chess.Move) -> str:
+    """Write a legal move with the piece that stands there afterwards and what it takes: e2e4P, e4d5Pp, e7e8qQ."""
+    chess = library()
+    start, taken = board.piece_at(move.from_square), board.piece_at(move.to_square)
+    assert start is not None
+    piece = chess.Piece(move.promotion or start.piece_type, start.color)
+    if board.is_en_passant(move):
+        taken = chess.Piece(chess.PAWN, not start.color)
+    return f"{move.uci()}{piece.symbol()}{taken.symbol() if taken else ''}"
+
+
 def mirrored_move(move: str) -> str:
     """Return a move in UCI notation as the other side's, on the board with its ranks turned around."""
     ranks = str.maketrans("12345678", "87654321")

@@ -1,9 +1,12 @@
-"""The lines that a chess model reads and writes: `P:` (policy), `A:` (environment), and reasoning in words.
+"""The lines that a chess model reads and writes: `P:` (policy), `A:` (environment), `L:` (moves), and words.
 
 A policy's line is `P: ` + FEN padded to 90, `M: ` + candidate moves padded to 30, `E: ` + their evaluations in pawns
 padded to 40, `B: ` + the best move; the prompt ends with `M:`. An environment's line is
 `A: FEN+MOVE+HISTORY+FEN+REWARD+TERMINATED+TRUNCATED`; the prompt ends with the third plus. Evaluations are those of the
 side to move, candidates stand in any order, the history has up to ten moves, the last of which is the one played.
+
+A line of moves is ours, for learning what may move where: `L: FEN+` and up to twelve legal moves in any order, each
+with the piece that stands there afterwards and what it takes (`e2e4P`, `e4d5Pp`, `e7e8qQ`).
 
 Source:
     jorahn/RookWorld, dev/data/rook/generate_eval.py and dev/data/arbiter. Deviation: there the best move of Black is
@@ -24,9 +27,12 @@ GAPS: dict[Layout, int | None] = {"padded": None, "short": 1, "diagnostic": 4}
 """Spaces before `M:`: as many as fill 90 characters, one, or four as the seed's diagnostic prints."""
 MAX_HISTORY = 10
 NUM_CANDIDATES = 5
+NUM_LISTED = 12
+"""Moves of a line of moves, where so many are legal."""
 MAX_CHARACTERS = 1000
 """Longest completion that is read: the longest right one has 90 + 20 characters, or 30 + 40 + 12."""
 _MOVE = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?")
+_LISTED = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?[prnbqkPRNBQK]{1,2}")
 _EVAL = re.compile(r"[+-]?[0-9]{1,6}(?:\.[0-9]{1,6})?")
 
 
@@ -69,6 +75,19 @@ class Step:
     is_well_formed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What a line of moves says.
+
+    Attributes:
+        moves: Its entries as written: texts that may be no moves.
+        is_well_formed: Whether each is a move with one or two pieces, and there are at most `NUM_LISTED`.
+    """
+
+    moves: tuple[str, ...] = ()
+    is_well_formed: bool = False
+
+
 def policy_prompt(fen: str, layout: Layout = "padded") -> str:
     """Write the prompt that asks for candidates, evaluations and the best move."""
     gap = GAPS[layout]
@@ -107,6 +126,25 @@ def environment_prompt(fen: str, move: str, history: Sequence[str]) -> str:
 def environment_answer(fen: str, reward: str, terminated: bool, truncated: bool) -> str:
     """Write an environment's completion."""
     return f"{fen}+{reward}+{int(terminated)}+{int(truncated)}"
+
+
+def moves_prompt(fen: str) -> str:
+    """Write the prompt that asks what may move where."""
+    return f"L: {fen}+"
+
+
+def moves_answer(moves: Sequence[str]) -> str:
+    """Write the completion of a line of moves, of moves as `whet.tasks.chess.board.listed_move` writes them."""
+    return f" {' '.join(moves)}"
+
+
+def read_moves(text: str | None) -> Listed:
+    """Parse the completion of a line of moves: any text, in linear time."""
+    if not text or len(text) > MAX_CHARACTERS:
+        return Listed()
+    moves = tuple(text.split())
+    is_well_formed = 0 < len(moves) <= NUM_LISTED and all(_LISTED.fullmatch(move) for move in moves)
+    return Listed(moves, is_well_formed)
 
 
 def read_policy(text: str | None) -> Policy:

@@ -76,6 +76,7 @@ def measures_of(
         - mate_in_one (of the positions that have one);
         - env_exact (all four fields), env_board (the first four fields of the FEN), env_similarity, env_reward,
           env_flags;
+        - moves_legal and moves_pieces (of lines of moves);
         - puzzle_solved, puzzle_elo; suite (share of the points);
 
         and details: counts of illegal causes, points, numbers of positions.
@@ -83,7 +84,7 @@ def measures_of(
     metrics: dict[str, Interval] = {}
     details: dict[str, Any] = {}
     steps = [one for one in said if one.meta["kind"] == "environment"]
-    plays = [one for one in said if one.meta["kind"] != "environment"]
+    plays = [one for one in said if one.meta["kind"] in ("policy", "reason")]
 
     def share(name: str, values: Sequence[float]) -> None:
         if values:
@@ -116,6 +117,8 @@ def measures_of(
             share(f"env_{name}", [one.parts[part] for one in steps])
         share("env_similarity", [one.parts["similarity"] for one in steps])
         details["num_steps"] = len(steps)
+    for name in ("legal", "pieces"):
+        share(f"moves_{name}", [one.parts[name] for one in said if one.meta["kind"] == "moves"])
     return metrics, details
 
 

@@ -14,8 +14,8 @@ from difflib import SequenceMatcher
 from itertools import combinations
 from typing import TYPE_CHECKING, Literal
 
-from whet.tasks.chess.board import Transition, find_move
-from whet.tasks.chess.formats import Policy, Step
+from whet.tasks.chess.board import Transition, find_move, listed_move
+from whet.tasks.chess.formats import NUM_LISTED, Listed, Policy, Step
 
 if TYPE_CHECKING:
     import chess
@@ -25,7 +25,7 @@ RANKS = (1.0, 0.8, 0.6, 0.4, 0.2)
 OTHER_LEGAL = 0.1
 MATE_CP = 100_000
 """Centipawns of a mate; a mate in n is worth n less, as published (999.99 pawns for mate in one)."""
-Kind = Literal["policy", "environment", "reason"]
+Kind = Literal["policy", "environment", "moves", "reason"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +173,29 @@ def step_parts(truth: Transition, said: Step) -> dict[str, float]:
     }
 
 
+def moves_parts(board: chess.Board, said: Listed) -> dict[str, float]:
+    """Score the completion of a line of moves.
+
+    Returns:
+        format (1 if well formed, with as many moves as are asked for); legal (share of entries whose move is legal; a
+        repeated or missing one is not); pieces (share that is right to the letter).
+    """
+    right = {listed_move(board, move): move.uci() for move in board.legal_moves}
+    asked = min(NUM_LISTED, len(right))
+    slots = max(asked, len(said.moves), 1)
+    legal = {right.get(text) or _legal_start(board, text) for text in said.moves} - {""}
+    return {
+        "format": float(said.is_well_formed and len(said.moves) == asked),
+        "legal": len(legal) / slots,
+        "pieces": len(right.keys() & {*said.moves}) / slots,
+    }
+
+
+def _legal_start(board: chess.Board, text: str) -> str:
+    """Return the legal move that an entry begins with; '' for none."""
+    return next((text[:n] for n in (4, 5) if find_move(board, text[:n]) is not None), "")
+
+
 def reason_parts(board: chess.Board, lines: Sequence[Line], move: str) -> dict[str, float]:
     """Score the answer of the reasoning format: legal (0 or 1) and best (by rank)."""
     is_legal = find_move(board, move) is not None
@@ -183,6 +206,8 @@ def _chess(kind: Kind, parts: Mapping[str, float]) -> float:
     """Add up with our own weights: legality first, since nothing else counts without it."""
     if kind == "reason":
         return 0.3 * parts["legal"] + 0.7 * parts["best"]
+    if kind == "moves":
+        return 0.1 * parts["format"] + 0.5 * parts["legal"] + 0.4 * parts["pieces"]
     if kind == "environment":
         exact = 0.5 * parts["fen"] + 0.2 * parts["similarity"]
         return 0.1 * parts["format"] + exact + 0.1 * parts["reward"] + 0.1 * parts["flags"]
@@ -265,6 +290,7 @@ SHAPED = {"rookworld_later_graduated": _graduated, "rookworld_later_binary": _bi
 PARTS: dict[Kind, tuple[str, ...]] = {
     "policy": ("format", "legal", "candidates", "order", "evals", "best"),
     "environment": ("format", "fen", "similarity", "reward", "flags"),
+    "moves": ("format", "legal", "pieces"),
     "reason": ("legal", "best"),
 }
 """Parts by kind of line, each from 0 to 1."""
@@ -272,4 +298,6 @@ PARTS: dict[Kind, tuple[str, ...]] = {
 
 def total(name: str, kind: Kind, parts: Mapping[str, float]) -> float:
     """Return the sum of the parts by the weights of a name in `TOTALS` or `SHAPED`."""
-    return (TOTALS | SHAPED)[name](kind, parts)
+    return (TOTALS | SHAPED)["chess" if kind == "moves" else name](
+        kind, parts
+    )  # lines of moves are ours alone

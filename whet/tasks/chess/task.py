@@ -1,5 +1,5 @@
-"""The tasks of chess: `chess-policy`, `chess-env`, `chess-reason`, and `chess`, which evaluates policy and environment
-on the same positions."""
+"""The tasks of chess: `chess-policy`, `chess-env`, `chess-moves`, `chess-reason`, and `chess`, which evaluates policy
+and environment on the same positions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 from whet.schema import AnswerType
 from whet.stats import Interval
-from whet.tasks.chess.board import Transition, find_move, phase_of, play, position_key, read_board
+from whet.tasks.chess.board import (
+    Transition,
+    find_move,
+    listed_move,
+    phase_of,
+    play,
+    position_key,
+    read_board,
+)
 from whet.tasks.chess.files import read_positions
 from whet.tasks.chess.formats import (
+    NUM_LISTED,
     Layout,
     environment_answer,
     environment_prompt,
+    moves_answer,
+    moves_prompt,
     policy_answer,
     policy_prompt,
+    read_moves,
     read_policy,
     read_step,
     reason_prompt,
@@ -32,6 +44,7 @@ from whet.tasks.chess.scoring import (
     Kind,
     Line,
     best_moves,
+    moves_parts,
     policy_parts,
     reason_parts,
     step_parts,
@@ -48,11 +61,18 @@ if TYPE_CHECKING:
 KINDS: dict[str, tuple[Kind, ...]] = {
     "chess-policy": ("policy",),
     "chess-env": ("environment",),
+    "chess-moves": ("moves",),
     "chess-reason": ("reason",),
     "chess": ("policy", "environment"),
 }
 """What each task asks about a position."""
-NUM_POSITIONS = {"chess-policy": 6000, "chess-env": 12_000, "chess-reason": 2000, "chess": 3000}
+NUM_POSITIONS = {
+    "chess-policy": 6000,
+    "chess-env": 12_000,
+    "chess-moves": 6000,
+    "chess-reason": 2000,
+    "chess": 3000,
+}
 KEPT_MOVES = 4
 """Moves of each of the engine's lines that a problem keeps."""
 
@@ -121,16 +141,16 @@ class Chess:
     @property
     def plays(self) -> bool:
         """Whether it asks for moves, which Stockfish's lines judge."""
-        return self._kinds != ("environment",)
+        return self._kinds not in (("environment",), ("moves",))
 
     @property
     def engine(self) -> Stockfish | None:
-        """The pool; None where the environment alone is asked, or an evaluation's rows do without.
+        """The pool; None where the rules alone are asked, or an evaluation's rows do without.
 
         Raises:
             EngineError: If it is needed and missing.
         """
-        if self._kinds == ("environment",):
+        if not self.plays:
             return None
         try:
             return shared(self._nodes)
@@ -162,7 +182,8 @@ class Chess:
         return splits
 
     def is_correct(self, problem: Problem, answer: str | None) -> bool:
-        """Judge a completion: the best move is one of the best, or mates; of an environment, all four fields are exact.
+        """Judge a completion: the best move is one of the best, or mates; an environment's four fields are exact; all
+        moves of a line of moves are right.
 
         Without an engine and without a known best move, any legal one counts.
         """
@@ -171,6 +192,8 @@ class Chess:
         if problem.meta["kind"] == "environment":
             parts = self.part_scores(problem, answer)
             return all(parts[name] == 1 for name in ("format", "fen", "reward", "flags"))
+        if problem.meta["kind"] == "moves":
+            return self.part_scores(problem, answer)["pieces"] == 1
         move = move_of(problem, answer)
         good = accepted(problem)
         if move in good or not good:
@@ -188,10 +211,12 @@ class Chess:
         )
 
     def wrong_answer(self, problem: Problem) -> str:
-        """Return a near miss: the worst candidate as the best move, or a reward that is not paid."""
+        """Return a near miss: the worst candidate as the best move, a reward that is not paid, a piece that is none."""
         if problem.meta["kind"] == "environment":
             fen, _, terminated, truncated = problem.answer.split("+")
             return f"{fen}+0.25+{terminated}+{truncated}"
+        if problem.meta["kind"] == "moves":
+            return f"{problem.answer.rstrip('prnbqkPRNBQK')}x"
         good = accepted(problem)
         others = [line.move for line in lines_of(problem.meta.get("lines", "[]")) if line.move not in good]
         worst = others[-1] if others else "a1a1"
@@ -272,6 +297,11 @@ def make_problem(
         prompt = environment_prompt(fen, move, position.history)
         answer = environment_answer(after.fen, after.reward, after.terminated, after.truncated)
         return Problem(uid=problem_uid(task, prompt), task=task, prompt=prompt, answer=answer, meta=meta)
+    if kind == "moves":
+        chosen = draw.shuffled(list(board.legal_moves))[:NUM_LISTED]
+        answer = moves_answer([listed_move(board, move) for move in chosen])
+        prompt = moves_prompt(fen)
+        return Problem(uid=problem_uid(task, prompt), task=task, prompt=prompt, answer=answer, meta=meta)
     meta["lines"] = json.dumps([[line.moves[:KEPT_MOVES], line.cp] for line in lines], separators=(",", ":"))
     if position.best:
         meta["best"] = " ".join(position.best)
@@ -342,6 +372,8 @@ def _scored(kind: Kind, fen: str, move: str, lines: str, answer: str) -> Mapping
     """Score a completion once for all rewards that ask."""
     if kind == "environment":
         parts = step_parts(_truth(fen, move), read_step(answer))
+    elif kind == "moves":
+        parts = moves_parts(board_of(fen), read_moves(answer))
     elif kind == "reason":
         parts = reason_parts(board_of(fen), lines_of(lines), answer.strip())
     else:
