@@ -110,6 +110,7 @@ DRY_LINES = {
 """Further lines, by how they begin, that are checked by `--dry-run`, and why."""
 
 NOT_RUN = {
+    "sft chess-boards": "1,200 steps: tests/learning/test_chess_learning.py",
     "sft chess": "Stockfish searches 20,000 positions first: tests/learning/test_chess_learning.py",
     "rl chess": "the same: tests/learning/test_chess_learning.py",
     "eval chess": "needs Stockfish, and a model of chess: tests/eval/test_chess_eval.py",

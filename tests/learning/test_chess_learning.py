@@ -27,13 +27,13 @@ def test_boards_are_learned_and_groups_have_a_signal(tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     task = TaskConfig(name="chess-env", num_problems=32)
     problems = load_task(task).problems("train")
-    start = sft_recipes.chess()
+    start = sft_recipes.chess_boards()
     config = replace(
         start,
         out=str(tmp_path / "sft"),
         policy=replace(start.policy, model=replace(start.policy.model, **SHAPE), num_threads=2),
         task=task,
-        optim=replace(start.optim, lr=4e-3, warmup_steps=10),
+        optim=replace(start.optim, lr=4e-3, muon_lr=4e-3, warmup_steps=10),
         num_steps=130,
         batch_size=16,
         validation_problems=0,

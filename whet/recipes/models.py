@@ -138,10 +138,12 @@ def calculator_policy(init: str = "") -> PolicyConfig:
     )
 
 
+CHESS_BOARDS = TaskConfig(name="mixture", weights={"chess-env": 3.0, "chess-moves": 2.0}, num_problems=20_000)
+"""What moves do, by the rules alone: a small model has to learn it before it can choose among them."""
 CHESS = TaskConfig(
     name="mixture", weights={"chess-policy": 1.0, "chess-env": 1.0}, num_problems=20_000, nodes=1000
 )
-"""Lines of both kinds in equal shares: a small model has to learn what moves do before it can choose among them."""
+"""Lines of the policy and of the environment in equal shares."""
 ROOKWORLD = TaskConfig(name="mixture", weights={"chess-policy": 3.0, "chess-env": 1.0}, num_problems=20_000)
 """Three lines of the policy to one of the environment, as the source mixes them."""
 
@@ -152,18 +154,23 @@ def rookworld_policy(init: str) -> PolicyConfig:
 
 
 def chess_policy(init: str = "") -> PolicyConfig:
-    """A 0.6 M parameter Llama over pieces on squares, moves and numbers, random or from an earlier stage."""
+    """A Qwen3 of 1.1 M parameters over pieces on squares, moves and numbers, random or from an earlier stage.
+
+    What stands on a square is looked up by its content, however far back: norms on queries and keys, and few channels
+    that turn fast with the distance, let attention find it sooner (docs/LOG.md).
+    """
     if init:
         return PolicyConfig(init=init, max_rows=256)
     shape = ModelConfig(
-        hidden_size=96,
-        intermediate_size=256,
+        family="qwen3",
+        hidden_size=128,
+        intermediate_size=384,
         num_layers=4,
         num_heads=4,
         num_kv_heads=4,
-        head_dim=24,
+        head_dim=32,
         max_positions=256,
-        rope_theta=1e6,
+        rope_theta=1e9,
         init_std=0.05,
     )
     return PolicyConfig(model=shape, tokenizer="boards", schema="none", template="plain", max_rows=256)

@@ -10,6 +10,7 @@ from whet.generate.policy import PolicyConfig
 from whet.inspect.memory.room import check_room, sized
 from whet.recipes.models import (
     CHESS,
+    CHESS_BOARDS,
     OWN,
     ROOKWORLD,
     STORIES,
@@ -109,24 +110,41 @@ def gpt2_gsm8k() -> SFTConfig:
     )
 
 
-def chess() -> SFTConfig:
-    """Lines of chess from random weights: best moves by Stockfish, and what becomes of a board."""
+def chess_boards() -> SFTConfig:
+    """What moves do, from random weights: the next board, and lists of legal moves; no Stockfish is needed."""
     return SFTConfig(
-        out="runs/chess-sft",
+        out="runs/chess-boards",
         policy=chess_policy(),
-        task=CHESS,
+        task=CHESS_BOARDS,
         optim=OptimConfig(
-            lr=3e-3,
+            lr=4e-3,
             optimizer="muon",
+            muon_lr=1.6e-2,
             schedule="linear",
             warmup_steps=30,
             final_lr_share=0.05,
             beta2=0.98,
             weight_decay=0.05,
         ),
-        num_steps=2000,
+        num_steps=1200,
         batch_size=32,
         validation_problems=256,
+        validate_every=600,
+        save_every=600,
+    )
+
+
+def chess() -> SFTConfig:
+    """Lines of chess from `chess-boards`: best moves by Stockfish, among what that learned."""
+    boards = chess_boards()
+    weights = {"chess-policy": 2.0, "chess-env": 1.0, "chess-moves": 1.0}
+    return replace(
+        boards,
+        out="runs/chess-sft",
+        policy=chess_policy("runs/chess-boards"),
+        task=replace(CHESS, weights=weights),
+        optim=replace(boards.optim, lr=2e-3, muon_lr=8e-3),
+        num_steps=1500,
         validate_every=500,
         save_every=500,
     )
@@ -266,6 +284,7 @@ RECIPES: dict[str, Callable[[], SFTConfig]] = {
     "calculator": calculator,
     "stories260k-gsm8k": stories260k_gsm8k,
     "gpt2-gsm8k": gpt2_gsm8k,
+    "chess-boards": chess_boards,
     "chess": chess,
     "facts": facts,
     "rookworld-124m": rookworld_124m,
