@@ -111,6 +111,7 @@ DRY_LINES = {
 
 NOT_RUN = {
     "sft chess-boards": "1,200 steps: tests/learning/test_chess_learning.py",
+    "sft facts": "reads what bench/patient.py writes: tests/recipes/test_recipe_data.py",
     "sft chess": "Stockfish searches 20,000 positions first: tests/learning/test_chess_learning.py",
     "rl chess": "the same: tests/learning/test_chess_learning.py",
     "eval chess": "needs Stockfish, and a model of chess: tests/eval/test_chess_eval.py",
