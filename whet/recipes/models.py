@@ -187,7 +187,6 @@ def facts_policy() -> PolicyConfig:
         head_dim=32,
         max_positions=256,
         init_std=0.04,
-        tie_embeddings=True,
     )
     return PolicyConfig(model=shape, tokenizer="runs/facts/tokenizer", schema="none", template="plain")
 

@@ -143,7 +143,6 @@ def chess() -> SFTConfig:
         out="runs/chess-sft",
         policy=chess_policy("runs/chess-boards"),
         task=replace(CHESS, weights=weights),
-        optim=replace(boards.optim, lr=2e-3, muon_lr=8e-3),
         num_steps=1500,
         validate_every=500,
         save_every=500,

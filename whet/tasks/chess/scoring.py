@@ -297,7 +297,5 @@ PARTS: dict[Kind, tuple[str, ...]] = {
 
 
 def total(name: str, kind: Kind, parts: Mapping[str, float]) -> float:
-    """Return the sum of the parts by the weights of a name in `TOTALS` or `SHAPED`."""
-    return (TOTALS | SHAPED)["chess" if kind == "moves" else name](
-        kind, parts
-    )  # lines of moves are ours alone
+    """Return the sum of the parts by the weights of a name in `TOTALS` or `SHAPED`; of lines of moves by our own."""
+    return (TOTALS | SHAPED)["chess" if kind == "moves" else name](kind, parts)

@@ -216,7 +216,7 @@ class Chess:
             fen, _, terminated, truncated = problem.answer.split("+")
             return f"{fen}+0.25+{terminated}+{truncated}"
         if problem.meta["kind"] == "moves":
-            return f"{problem.answer.rstrip('prnbqkPRNBQK')}x"
+            return f"{problem.answer[:-1]}x"
         good = accepted(problem)
         others = [line.move for line in lines_of(problem.meta.get("lines", "[]")) if line.move not in good]
         worst = others[-1] if others else "a1a1"
