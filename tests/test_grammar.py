@@ -698,3 +698,20 @@ def test_the_next_command_names_the_columns_that_were_given(tmp_path: Path) -> N
         task.prompt,
         task.answer,
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "made_by"),
+    [
+        (["sft", "chess"], "`whet sft chess-boards`"),
+        (["rl", "chess"], "`whet sft chess`"),
+        (["rl", "demo", "--dry-run"], "`whet sft demo`"),
+    ],
+)
+def test_a_later_stage_names_the_command_of_the_earlier_one_before_it_makes_data(
+    words: list[str], made_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"{made_by} makes it"):
+        __main__.run(words)
+    assert not list(tmp_path.iterdir())

@@ -352,6 +352,8 @@ def run(argv: Sequence[str]) -> int:
     elif parsed.restarts:
         return _supervise(argv, config, parsed.restarts)
     else:
+        if parsed.resume is False:
+            _need_earlier(config)
         for warning in program.before(config) if program.before is not None else ():
             print(f"whet: warning: {warning}", flush=True)
         _start(program, config, parsed.resume)
@@ -369,6 +371,8 @@ def _rehearse(name: str, program: Program, recipe: str, config: Any, resume: boo
     told += [f"warning: {line}" for line in (program.before(config) if program.before is not None else ())]
     if told:
         print("\n".join(f"{sign}{line}".rstrip() for line in told), flush=True)
+    if resume is False:
+        _need_earlier(config)
     if program.check is not None:
         program.check(config, resume)
     elif program.passes and config.of in program.passes:
@@ -388,6 +392,17 @@ def _check_recipe(theirs: str, config: Any) -> None:
     )
     assert program.check is not None
     program.check(inner.config, True)
+
+
+def _need_earlier(config: Any) -> None:
+    """Refuse, before data is made, a recipe whose earlier stage has not been run, and name that one's command."""
+    init = getattr(getattr(config, "policy", None), "init", "")
+    if not isinstance(init, str) or not init.startswith("runs/") or Path(init).exists():
+        return
+    for name in RECIPE_FILES:
+        for recipe, make in COMMANDS[name].load().recipes.items():
+            if getattr(make(), "out", "") == init:
+                raise UserError(f"{init!r}: no such run yet; `whet {name} {recipe}` makes it")
 
 
 def _start(program: Program, config: Any, resume: bool | int) -> None:
