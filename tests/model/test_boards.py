@@ -40,11 +40,12 @@ def test_a_token_is_a_piece_on_its_square_wherever_the_board_begins() -> None:
     first, second = tokenizer.encode(f"P: {START} M:"), tokenizer.encode(f"A: {MIDDLE}+a1a2+a1a2+{START}+")
     at = len(second) - len(tokenizer.encode(f"A: {START}+")) + 1
     assert second[at : at + 64] == first[1:65]
-    by_token: dict[int, tuple[str, str]] = {}
+    by_token: dict[int, tuple[str, str, str]] = {}
     for fen in (START, MIDDLE):
         ids = tokenizer.encode(f"P: {fen} M:")[1:65]
         for token, (square, piece) in zip(ids, placed(fen).items(), strict=True):
-            assert by_token.setdefault(token, (square, piece)) == (square, piece)
+            named = (square, piece, "" if piece == EMPTY else fen.split()[1])
+            assert by_token.setdefault(token, named) == named
     assert len(set(by_token.values())) == len(by_token)
     # A square where a move starts is a token with its space; an evaluation is a whole number, and its decimals.
     moves = tokenizer.encode(" e2e4 d2d4 -0.35 999.98")
@@ -64,19 +65,34 @@ def test_random_embeddings_share_the_parts_of_what_their_tokens_share() -> None:
     def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
         return float(torch.cosine_similarity(one, other, 0))
 
-    # Half of the square of a length is the kind's; of the other half a third each the square's, its file's, its rank's.
+    # Half of the square of a length is the kind's (of which a third each its type's, and whether its side may move); of
+    # the other half a third each the square's, its file's, its rank's.
     assert cosine(rook_a8, rook_h8) == pytest.approx(1 / 2 + 1 / 6, abs=0.05)
-    assert cosine(rook_a8, knight_b8) == pytest.approx(1 / 6, abs=0.05)
-    assert cosine(rook_a8, pawn_a7) == pytest.approx(1 / 6, abs=0.05)
+    assert cosine(rook_a8, knight_b8) == pytest.approx(1 / 6 + 1 / 6, abs=0.05)
+    assert cosine(rook_a8, pawn_a7) == pytest.approx(1 / 6 + 1 / 6, abs=0.05)
     assert cosine(rook_a8, start_a8) == pytest.approx(1 / 2, abs=0.05)
-    assert cosine(pawn_a7, knight_b8) == pytest.approx(0, abs=0.05)
+    assert cosine(pawn_a7, knight_b8) == pytest.approx(1 / 6, abs=0.05)
     assert float(rook_a8.norm()) == pytest.approx(4096**0.5, rel=0.05)
     other = tokenizer.encode("M:")[0]
     assert torch.equal(table[other], before[other])
     # A piece that is named, as in a line of moves, is the kind of the one on a square.
     named = tokenizer.encode("e2e4P")[-1]
-    assert cosine(table[named], pawn_a7) == pytest.approx(0, abs=0.05)
-    assert cosine(table[tokenizer.encode("e7e5p")[-1]], pawn_a7) == pytest.approx(1 / 2**0.5, abs=0.05)
+    assert cosine(table[named], pawn_a7) == pytest.approx(12**-0.5, abs=0.05)  # of the other side
+    assert cosine(table[tokenizer.encode("e7e5p")[-1]], pawn_a7) == pytest.approx(3**-0.5, abs=0.05)
+    # Whose turn it is changes every piece, and no empty square; pieces of the side to move have that in common.
+    turned = tokenizer.encode(f"P: {START.replace(' w ', ' b ')} M:")
+    black_rook, black_pawn, white_pawn = (table[turned[n]] for n in (1, 9, 49))
+    assert cosine(black_rook, rook_a8) == pytest.approx(1 - 1 / 6, abs=0.05)
+    assert cosine(black_rook, table[ids[49]]) == pytest.approx(
+        1 / 6 + 1 / 6, abs=0.05
+    )  # a pawn of White's on a2
+    assert cosine(black_pawn, white_pawn) == pytest.approx(1 / 6 + 1 / 6, abs=0.05)  # type and file
+    assert turned[17:49] == ids[17:49]
+    # Counters share their digits.
+    many = [table[tokenizer.encode(f" {count}")[0]] for count in (41, 42, 52, 53)]
+    assert cosine(many[0], many[1]) == pytest.approx(1 / 3, abs=0.05)
+    assert cosine(many[1], many[2]) == pytest.approx(1 / 3, abs=0.05)
+    assert cosine(many[0], many[2]) == pytest.approx(0, abs=0.05)
     again = before.clone()
     compose_embeddings(again, tokenizer, seed=3)
     assert torch.equal(again, table)
