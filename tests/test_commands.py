@@ -110,7 +110,7 @@ DRY_LINES = {
 """Further lines, by how they begin, that are checked by `--dry-run`, and why."""
 
 NOT_RUN = {
-    "sft chess-boards": "1,200 steps: tests/learning/test_chess_learning.py",
+    "sft chess-boards": "1,400 steps: tests/learning/test_chess_learning.py",
     "sft facts": "reads what bench/patient.py writes: tests/recipes/test_recipe_data.py",
     "sft chess": "Stockfish searches 20,000 positions first: tests/learning/test_chess_learning.py",
     "rl chess": "the same: tests/learning/test_chess_learning.py",

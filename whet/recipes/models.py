@@ -154,7 +154,7 @@ def rookworld_policy(init: str) -> PolicyConfig:
 
 
 def chess_policy(init: str = "") -> PolicyConfig:
-    """A Qwen3 of 1.1 M parameters over pieces on squares, moves and numbers, random or from an earlier stage.
+    """A Qwen3 of 1.2 M parameters over pieces on squares, moves and numbers, random or from an earlier stage.
 
     What stands on a square is looked up by its content, however far back: norms on queries and keys, and few channels
     that turn fast with the distance, let attention find it sooner (docs/LOG.md).

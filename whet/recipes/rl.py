@@ -227,17 +227,17 @@ def chess() -> RLConfig:
         policy=chess_policy("runs/chess-sft"),
         task=CHESS,
         rewards={"chess": 1.0, "correct": 0.0, "chess_legal": 0.0, "chess_best": 0.0, "chess_fen": 0.0},
-        sampling=SamplingParams(temperature=1.0, max_new_tokens=96),
-        algo=AlgoConfig(clip_high=0.28, kl="k3_loss", kl_coef=0.005, kl_target=0.05),
+        sampling=SamplingParams(temperature=0.8, max_new_tokens=96),
+        algo=AlgoConfig(clip_high=0.28),
         optim=OptimConfig(
-            lr=1e-4, schedule="linear", final_lr_share=0.1, warmup_steps=10, beta2=0.98, max_grad_norm=1.0
+            lr=7e-4, schedule="linear", final_lr_share=0.1, warmup_steps=10, beta2=0.98, max_grad_norm=1.0
         ),
-        num_steps=200,
+        num_steps=450,
         num_prompts=16,
         group_size=8,
         validation_problems=256,
-        validate_every=50,
-        save_every=100,
+        validate_every=150,
+        save_every=150,
     )
 
 

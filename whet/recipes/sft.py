@@ -117,34 +117,34 @@ def chess_boards() -> SFTConfig:
         policy=chess_policy(),
         task=CHESS_BOARDS,
         optim=OptimConfig(
-            lr=4e-3,
+            lr=3e-3,
             optimizer="muon",
-            muon_lr=1.6e-2,
+            muon_lr=1.2e-2,
             schedule="linear",
             warmup_steps=30,
             final_lr_share=0.05,
             beta2=0.98,
             weight_decay=0.05,
         ),
-        num_steps=1200,
-        batch_size=32,
+        num_steps=1400,
+        batch_size=16,
         validation_problems=256,
-        validate_every=600,
-        save_every=600,
+        validate_every=700,
+        save_every=700,
     )
 
 
 def chess() -> SFTConfig:
-    """Lines of chess from `chess-boards`: best moves by Stockfish, among what that learned."""
+    """Lines of chess from `chess-boards`: best moves by Stockfish, and what moves do."""
     boards = chess_boards()
-    weights = {"chess-policy": 2.0, "chess-env": 1.0, "chess-moves": 1.0}
+    weights = {"chess-policy": 3.0, "chess-env": 2.0}
     return replace(
         boards,
         out="runs/chess-sft",
         policy=chess_policy("runs/chess-boards"),
         task=replace(CHESS, weights=weights),
-        num_steps=1500,
-        validate_every=500,
+        num_steps=4500,
+        validate_every=1500,
         save_every=500,
     )
 
