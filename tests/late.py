@@ -19,4 +19,7 @@ class Late:
         self._name, self._reason = name, reason
 
     def __getattr__(self, attribute: str) -> Any:
+        # pytest asks everything that a file of tests names whether it is a fixture
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
         return getattr(pytest.importorskip(self._name, reason=self._reason), attribute)

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
 import trl
 import vision_cases as cases
+from late import Late
 from safetensors.torch import load_file, save_file
 from seeing import save_model as save_seeing
 from seeing import uri
@@ -36,6 +36,7 @@ from whet.model.vision.store import ImageStore, Picture
 from whet.model.weights import load_model, save_model
 from whet.types import Segment, UserError
 
+peft = Late("peft", reason="PEFT is not installed: pip install 'whet[peft]'")
 FLOAT, DOUBLE = 1e-4, 1e-6
 """Both sides compute in another order; logits are of the order 1. Tables of positions are float32 in float64, too."""
 PROMPTS = {
