@@ -115,7 +115,7 @@ def compose_embeddings(table_VD: torch.Tensor, tokenizer: Tokenizer, seed: int) 
 
     A token's is the sum of a random vector of its kind (the piece, or where a move starts or ends) and one of its
     square, a third each of which is its file's and its rank's, so that it has the length that it had. What stands on
-    a square can then be looked up from the first step on; otherwise each of 832 rows has to learn where it belongs.
+    a square can then be looked up from the first step on; otherwise each of 1,600 rows has to learn where it belongs.
     A third of a piece is its type, a third whether it is its side's turn; digits of counters are shared, too.
 
     Args:
@@ -138,10 +138,11 @@ def compose_embeddings(table_VD: torch.Tensor, tokenizer: Tokenizer, seed: int) 
 
     with torch.no_grad():
         for kind, to_move, square, token in _on_squares():
-            own = vector(kind)
-            if kind in PIECES[:-1]:
+            if to_move:
                 moves = (to_move == "w") == kind.isupper()
                 own = shared(f"piece {kind}", f"type {kind.lower()}", "may move" if moves else "may not move")
+            else:
+                own = vector(kind)
             table_VD[ids[token]] = (own + shared(square, square[0], square[1])) / math.sqrt(2)
         for piece in PIECES[:-1]:  # named without a square
             table_VD[ids[piece]] = shared(f"piece {piece}", f"type {piece.lower()}")
@@ -150,7 +151,7 @@ def compose_embeddings(table_VD: torch.Tensor, tokenizer: Tokenizer, seed: int) 
 
 
 def _on_squares() -> Iterator[tuple[str, str, str, str]]:
-    """Return kind (a piece, 'start' or 'end'), side to move, square and text of each token that belongs to a square."""
+    """Return kind (a piece, 'start' or 'end'), side to move (of a piece), square and text of each token of a square."""
     for index, mark in enumerate(SQUARE_MARKS):
         rank, file = divmod(index, 8)
         square = f"{FILES[file]}{8 - rank}"
