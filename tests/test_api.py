@@ -129,6 +129,15 @@ def test_a_run_is_a_recipe_that_can_be_resumed(folder: Path, tmp_path: Path, cac
         folder, ROWS, on_step=lambda step: step.step == 2 and os.kill(os.getpid(), signal.SIGINT), **options
     )
     assert not stopped.is_complete
+    with pytest.raises(SystemExit) as ended:  # SIGTERM means the program, not the training alone
+        whet.rl(
+            folder,
+            ROWS,
+            on_step=lambda _: os.kill(os.getpid(), signal.SIGTERM),
+            **(options | {"out": tmp_path / "ended"}),
+        )
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert [row["step"] for row in whet.Run(tmp_path / "ended").metrics] == [1]
     # The step that was sampling is given up; the one before it is saved.
     assert [row["step"] for row in stopped.metrics] == [1, 2]
     run = whet.rl(folder, ROWS, resume=True, **options)

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -636,7 +637,8 @@ def rl_steps(
     try:
         with _python_words():
             yield from rl_program.steps(config, resume=resume)
-    except Stopped:  # asked to by a signal: the last step is saved
+    except Stopped as stopped:  # asked to by a signal: the last step is saved
+        _go_on_after(stopped)
         return
     finish(config)
 
@@ -1223,10 +1225,17 @@ def _trained(config: RLConfig | SFTConfig | DPOConfig | RFTConfig, work: Callabl
     try:
         with _python_words():
             work()
-    except Stopped:
+    except Stopped as stopped:
+        _go_on_after(stopped)
         return Run(Path(config.out), is_complete=False)
     finish(config)
     return Run(Path(config.out))
+
+
+def _go_on_after(stopped: Stopped) -> None:
+    """Let a program go on after Ctrl-C (a notebook's stop button); any other signal meant all of it, and ends it."""
+    if stopped.code != 128 + signal.SIGINT:
+        raise stopped
 
 
 def _interval(name: str, interval: Interval) -> str:

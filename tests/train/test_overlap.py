@@ -332,7 +332,7 @@ def test_a_signal_in_the_first_step_leaves_a_run_that_can_begin_again(
         with pytest.raises(Stopped):
             rl.train(config)
     assert saved_steps(tmp_path / "run") == []
-    assert "whet: stopped by SIGTERM in its first step; go on with: whet rl" in capfd.readouterr().out
+    assert "in its first step: nothing is saved yet; go on with: whet rl" in capfd.readouterr().out
     rl.train(config, resume=True)
     assert saved_steps(tmp_path / "run") == [1]
 

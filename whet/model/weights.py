@@ -105,8 +105,8 @@ def model_folder(source: str | Path, *, weights: bool = True) -> Path:
             ).is_file():  # damaged: not passed over
                 return candidate
         raise UserError(
-            f"{path}: the run folder has no finished checkpoint; "
-            "let the run reach its first one, or give another folder"
+            f"{path}: the run folder has no finished checkpoint: the run was stopped before its first one, or has not "
+            "reached it; go on with --resume (Python: resume=True), or give another folder"
         )
     if path.exists():
         raise UserError(f"{path}: neither a model folder (no config.json) nor a run folder (no checkpoints/)")

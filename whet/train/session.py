@@ -682,7 +682,9 @@ class Session:
             if rank() == 0:
                 name = signal.Signals(self._stop).name
                 where = (
-                    f"after step {step} of {self._num_steps}, which is saved" if step else "in its first step"
+                    f"after step {step} of {self._num_steps}, which is saved"
+                    if step
+                    else "in its first step: nothing is saved yet"
                 )
                 line = f"whet: stopped by {name} {where}"
                 print(f"{line}; go on with: whet {self._program} {self._folder} --resume", flush=True)
