@@ -18,13 +18,13 @@ from torch import nn
 
 from whet.editing.facts import PLACE, Fact
 from whet.generate.policy import Policy
-from whet.model.attention import Packed
+from whet.model.attention import Packed, positions_of, whole_sequences
 from whet.model.gpt2 import GPT2MLP
 from whet.model.parts import MLP
 from whet.model.quant import packed_parts
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import DecoderLayer, LanguageModel
-from whet.types import UserError
+from whet.types import Segment, UserError
 
 TOKEN_BUDGET = 4096
 """Tokens of a forward pass."""
@@ -278,15 +278,22 @@ class Reader:
     def __init__(self, policy: Policy, budget: int = TOKEN_BUDGET) -> None:
         self.policy, self.model, self.budget = policy, policy.model, budget
 
-    def hidden(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return the hidden states [N, D] of rows, one below the other, in one pass."""
-        longest, context = max(map(len, rows)), self.model.config.max_positions
+    def hidden(self, rows: Sequence[Sequence[int]], segments: Sequence[Segment] = ()) -> torch.Tensor:
+        """Return the hidden states [N, D] of rows, one below the other, in one pass.
+
+        Args:
+            rows: Token ids.
+            segments: What each row shares with an earlier one; none: nothing.
+        """
+        segments = segments or whole_sequences([len(row) for row in rows])
+        longest = max(segment.shared + segment.length for segment in segments)
+        context = self.model.config.max_positions
         if longest > context:
             raise UserError(f"a prompt of {longest} tokens does not fit the model's context of {context}")
         device = self.policy.device
         tokens_N = torch.tensor([token for row in rows for token in row], device=device)
-        positions_N = torch.cat([torch.arange(len(row)) for row in rows]).to(device)
-        packed = Packed([len(row) for row in rows], device, self.policy.attention)
+        positions_N = positions_of(segments, device)
+        packed = Packed(segments, device, self.policy.attention)
         return self.model(tokens_N, positions_N, packed)
 
     def chunks(self, rows: Sequence[Sequence[int]]) -> Iterator[range]:

@@ -13,9 +13,9 @@ from torch import nn
 
 from whet.editing.facts import PLACE, Fact
 from whet.editing.memory import capped
-from whet.editing.sites import Contexts, Memory, Read, Reader, flat_places, hooked, mark_subject, prompted
+from whet.editing.sites import Contexts, Memory, Read, Reader, hooked, mark_subject, prompted
 from whet.model.transformer import LanguageModel
-from whet.types import UserError
+from whet.types import Segment, UserError
 
 ESSENCE = "{} is a"
 """What is said of a subject in general: its continuation is to remain what it was."""
@@ -209,7 +209,10 @@ def _descend(
 
 
 class _Batch:
-    """Rows of the facts that are still searched for; what the layers below compute of them is kept.
+    """Rows of the facts that are still searched for; what does not depend on their deltas is computed once.
+
+    Rows behind the same beginning follow it as sequences that share it. Where what the memory adds is added to the
+    residual stream as it is, passes begin at the layer after it.
 
     Args:
         reader: The model.
@@ -219,50 +222,75 @@ class _Batch:
 
     def __init__(self, reader: Reader, memory: Memory, searches: Sequence[_Search]) -> None:
         self._reader, self._memory, device = reader, memory, reader.policy.device
-        self._rows = [row for search in searches for row in search.rows]
-        places = [place for search in searches for place in search.places]
-        owners = [e for e, search in enumerate(searches) for _ in search.rows]
+        model = reader.model
+        beginnings = [
+            _beginning([(s.rows[k], s.places[k]) for s in searches]) for k in range(len(searches[0].rows))
+        ]
+        self._rows: list[tuple[int, ...]] = []
+        self._segments: list[Segment] = []
+        size = 0
+
+        def append(tokens: tuple[int, ...], prefix: int, shared: int) -> int:
+            nonlocal size
+            self._rows.append(tokens)
+            self._segments.append(Segment(size, len(tokens), prefix, shared))
+            size += len(tokens)
+            return size - len(tokens)
+
+        prefixes = [append(tokens, 0, 0) if tokens else 0 for tokens in beginnings]
         self._count = len(searches)
-        self._at = torch.tensor(flat_places(self._rows, places), device=device)
-        self._owner = torch.tensor(owners, device=device)
-        starts = flat_places(self._rows, [0] * len(self._rows))
-        scored, weights, owner, ends, row = [], [], [], [], 0
+        at, owners, scored, weights, owner, ends = [], [], [], [], [], []
         for e, search in enumerate(searches):
+            starts = []  # where each row's first token would be
+            for row, place, prefix, tokens in zip(
+                search.rows, search.places, prefixes, beginnings, strict=True
+            ):
+                starts.append(append(row[len(tokens) :], prefix, len(tokens)) - len(tokens))
+                at.append(starts[-1] + place)
+                owners.append(e)
             for r, place, index, weight in search.scored:
-                scored.append((starts[row + r] + place, index))
+                scored.append((starts[r] + place, index))
                 weights.append(weight)
                 owner.append(e)
-            row += len(search.rows)
-            ends.append(starts[row - 1] + len(search.rows[-1]) - 1)
+            ends.append(size - 1)
+        self._at, self._owner = torch.tensor(at, device=device), torch.tensor(owners, device=device)
         self._scored, self._ids = torch.tensor(scored, device=device).unbind(1)
         self._weights, self._of = torch.tensor(weights, device=device), torch.tensor(owner, device=device)
         self._ends = torch.tensor(ends, device=device)
-        self._input: torch.Tensor | None = None
+        self._kept: torch.Tensor | None = None
+        self._is_behind = not memory.is_normed and not model.config.block.input_width
+        self._first = memory.layer + self._is_behind
         with torch.no_grad():
-            if can_resume(reader.model):
+            if can_resume(model):
                 kept: list[torch.Tensor] = []
-                layer = reader.model.layers[memory.layer]
-                with hooked([(layer, "in", lambda x: kept.append(x.detach()))]):
-                    hidden_ND = reader.hidden(self._rows)
-                (self._input,) = kept
+                with hooked([(model.layers[self._first], "in", lambda x: kept.append(x.detach()))]):
+                    hidden_ND = self._hidden()
+                (self._kept,) = kept
             else:
-                hidden_ND = reader.hidden(self._rows)
+                hidden_ND = self._hidden()
             self._before = reader.logits(hidden_ND.index_select(0, self._ends)).log_softmax(-1)
+
+    def _hidden(self) -> torch.Tensor:
+        return self._reader.hidden(self._rows, self._segments)
+
+    def _changed(self, delta_ED: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states [N, D] with the deltas."""
+        memory, kept = self._memory, self._kept
+
+        def add(out_ND: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return out_ND.index_add(0, self._at, (scale * delta_ED)[self._owner].to(out_ND.dtype))
+
+        if kept is not None and self._is_behind:
+            with resumed(self._reader.model, self._first, add(kept, memory.scale)):
+                return self._hidden()
+        with resumed(self._reader.model, self._first, kept), hooked([(memory.module, "out", add)]):
+            return self._hidden()
 
     def losses(self, delta_ED: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each fact's negative log-probability [E] and divergence [E]; differentiable in the deltas."""
-        reader, memory = self._reader, self._memory
-
-        def add(out_ND: torch.Tensor) -> torch.Tensor:
-            return out_ND.index_add(0, self._at, delta_ED[self._owner].to(out_ND.dtype))
-
-        with (
-            resumed(reader.model, memory.layer, self._input),
-            hooked([(memory.module, "out", add)]),
-        ):
-            hidden_ND = reader.hidden(self._rows)
+        hidden_ND = self._changed(delta_ED)
         places = torch.cat([self._scored, self._ends])
-        logprobs = reader.logits(hidden_ND.index_select(0, places)).log_softmax(-1)
+        logprobs = self._reader.logits(hidden_ND.index_select(0, places)).log_softmax(-1)
         scored, essence = logprobs[: len(self._scored)], logprobs[len(self._scored) :]
         chosen = scored.gather(1, self._ids[:, None])[:, 0]
         nll_E = chosen.new_zeros(self._count).index_add(0, self._of, -chosen * self._weights.to(chosen.dtype))
@@ -270,6 +298,14 @@ class _Batch:
         gap = torch.where(is_real, essence, 0.0) - torch.where(is_real, self._before, 0.0)
         kl_E = (torch.where(is_real, essence, -1e9).exp() * gap).sum(-1)
         return nll_E, kl_E
+
+
+def _beginning(rows: Sequence[tuple[tuple[int, ...], int]]) -> tuple[int, ...]:
+    """Return the tokens that all rows begin with, before the place in each that is changed; none for a single row."""
+    if len(rows) < 2:
+        return ()
+    first, last = (pick(row[:place] for row, place in rows) for pick in (min, max))
+    return first[: next((k for k, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
 
 
 def can_resume(model: LanguageModel) -> bool:
