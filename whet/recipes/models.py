@@ -180,8 +180,8 @@ def facts_policy() -> PolicyConfig:
     """A Llama of 3 M parameters whose memories are wide for its size, over a tokenizer made for its facts."""
     shape = ModelConfig(
         hidden_size=128,
-        intermediate_size=1024,
-        num_layers=5,
+        intermediate_size=2048,
+        num_layers=3,
         num_heads=4,
         num_kv_heads=4,
         head_dim=32,

@@ -75,6 +75,8 @@ NUM_POSITIONS = {
 }
 KEPT_MOVES = 4
 """Moves of each of the engine's lines that a problem keeps."""
+ILLEGAL_IN = {"train": 5, "dev": 10, "test": 10}
+"""Of so many moves that the environment is asked about one is illegal: rare answers are learned from more of them."""
 
 
 class Chess:
@@ -175,7 +177,8 @@ class Chess:
             if self.name == "chess" and self._path:
                 place = "test"
             for kind in self._kinds:
-                problem = make_problem(kind, self.name, position, board, own, layout=self.layout, key=key)
+                options = {"layout": self.layout, "key": key, "illegal_in": ILLEGAL_IN[place]}
+                problem = make_problem(kind, self.name, position, board, own, **options)
                 if problem.uid not in seen:
                     seen.add(problem.uid)
                     splits[place].append(problem)
@@ -261,6 +264,7 @@ def make_problem(
     *,
     layout: Layout = "padded",
     key: str = "",
+    illegal_in: int = 10,
 ) -> Problem:
     """Ask one kind of question about a position.
 
@@ -272,6 +276,7 @@ def make_problem(
         lines: The engine's lines, best first; none where they are not known.
         layout: How the policy's prompt is padded.
         key: What `position_key` returns; '' computes it.
+        illegal_in: Of so many moves that the environment is asked about one is illegal.
     """
     fen = position.fen
     key = key or position_key(board)
@@ -291,7 +296,7 @@ def make_problem(
     draw = Draw("chess problem", kind, fen)
     solution = ""
     if kind == "environment":
-        move = position.move or drawn_move(board, draw)
+        move = position.move or drawn_move(board, draw, illegal_in)
         after = play(board, move)
         meta["move"] = move
         prompt = environment_prompt(fen, move, position.history)
