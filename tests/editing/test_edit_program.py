@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import whet
 from whet import __main__
+from whet.editing.page import as_text
 from whet.model.config import Block
 from whet.types import UserError
 
@@ -90,6 +91,7 @@ def test_command_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     run("edit", second, "--list")
     said = capsys.readouterr().out
     assert "2 batches, 3 facts" in said
+    assert "batch 2: memit in layers 0, 1, 1 fact, SHA-256" in said
     assert "Cid Yew lives in -> Bern" in said
     run("edit", second, "--undo", "--batches", "2", "--out", middle)
     assert same(middle, first)
@@ -109,15 +111,57 @@ def other_folder(path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    ("nll", "written", "says"),
+    [
+        (
+            2.0,
+            False,
+            "1 of 1 facts are not completed as they should be. The search reached p = 0.14 on average; it gets",
+        ),
+        (0.1, False, "p = 0.90 on average; the weights hold more of it with --edit.passes 3"),
+        (0.1, True, ""),
+    ],
+)
+def test_what_writes_more_is_said_where_facts_are_missing(nll: float, written: bool, says: str) -> None:
+    """The search or the weights: which of both was too tight decides what is to be given more room."""
+    state = {"first_token_p": 0.1, "first_token_rank": 1, "is_greedy": written, "says": "kale"}
+    content = {
+        "metrics": {},
+        "table": [{"prompt": "Ben Elm eats", "target": "kale", "before": state, "after": state}],
+        "batches": [
+            {
+                "method": "memit",
+                "facts": [{}],
+                "layers": [0],
+                "norms": {"w": 0.1},
+                "seconds": 1.0,
+                "targets": [{"nll": nll}],
+            }
+        ],
+    }
+    last = as_text(content).splitlines()[-1]
+    assert says in last
+    assert ("completed as they should" in last) is bool(says)
+
+
 def test_refusals_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
     rows, out = tmp_path / "facts.jsonl", tmp_path / "out"
     rows.write_text("".join(json.dumps(row) + "\n" for row in (FACTS[0], FACTS[0] | {"target": "Lima"})))
+    empty, broken = tmp_path / "empty.csv", tmp_path / "broken.jsonl"
+    empty.write_text("subject,prompt,target\n")
+    broken.write_text('{"subject": "a",\n')
     for words, message in (
         (["edit", folder, "--facts", rows, "--out", out], "contradict each other"),
         (["edit", folder, "--facts", rows], "out is empty"),
         (["edit", folder, "--out", out], "no facts"),
         (["edit", folder, "--undo", "--out", out], "no edits.json, so no edits to read"),
         (["edit", folder, "--facts", tmp_path / "none.jsonl", "--out", out], "no such file"),
+        (["edit", folder, "--facts", empty, "--out", out], "empty.csv: no rows; give some"),
+        (
+            ["edit", folder, "--facts", broken, "--out", out],
+            r"broken.jsonl line 1: not JSON .*; fix the row$",
+        ),
         (
             ["edit", folder, "--facts", rows, "--out", out, "--method", "mend"],
             "expected one of 'memit', 'rome'",

@@ -310,14 +310,18 @@ def undo(config: EditConfig) -> list[str]:
 def list_text(record: Record) -> str:
     """Return a folder's edits as text."""
     num_facts = len({fact.text.casefold() for _, fact in record.facts_of_batches()})
-    lines = [f"{record.model}: {len(record.batches)} batches, {num_facts} facts"]
+    lines = [f"{record.model}: {_num(len(record.batches), 'batch', 'es')}, {_num(num_facts, 'fact')}"]
     for n, batch in enumerate(record.batches, 1):
         layers = f" in layers {', '.join(map(str, batch.layers))}" if batch.layers else ""
         lines.append(
-            f"batch {n}: {batch.method}{layers}, {len(batch.facts)} facts, SHA-256 {batch.digest[:16]}"
+            f"batch {n}: {batch.method}{layers}, {_num(len(batch.facts), 'fact')}, SHA-256 {batch.digest[:16]}"
         )
         lines += [f"  {fact.text} -> {fact.target}" for fact in batch.facts]
     return "\n".join(lines)
+
+
+def _num(count: int, name: str, ending: str = "s") -> str:
+    return f"{count:,} {name}{ending * (count != 1)}"
 
 
 def _prose(path: str) -> str:

@@ -94,7 +94,7 @@ def read_facts(source: str | Path | Sequence[Mapping[str, Any]], *, needs_target
             raise UserError(
                 f"{path}: no such file; give one with a fact in each row: subject, prompt, target"
             )
-        rows, _ = read_file(path, required=[])
+        rows, _ = read_file(path, required=[], max_bad_rows=None)
         numbered = [(f"{path.name} row {number}", row) for number, row in rows]
     else:
         numbered = [(f"fact {number}", row) for number, row in enumerate(source, 1)]

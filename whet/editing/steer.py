@@ -103,7 +103,7 @@ def read_pairs(source: str | Path | Sequence[Mapping[str, Any]]) -> list[Pair]:
         path = Path(source).expanduser()
         if not path.is_file():
             raise UserError(f"{path}: no such file; give one with positive and negative in each row")
-        rows, _ = read_file(path, required=[])
+        rows, _ = read_file(path, required=[], max_bad_rows=None)
         numbered = [(f"{path.name} row {number}", row) for number, row in rows]
     else:
         numbered = [(f"pair {number}", row) for number, row in enumerate(source, 1)]

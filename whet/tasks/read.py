@@ -56,7 +56,7 @@ def read_jsonl(
     path: str | Path,
     *,
     required: Sequence[str],
-    max_bad_rows: int = 0,
+    max_bad_rows: int | None = 0,
     check: Check | None = None,
     max_rows: int = 0,
 ) -> tuple[list[tuple[int, Any]], list[BadRow]]:
@@ -65,7 +65,7 @@ def read_jsonl(
     Args:
         path: The file.
         required: Fields that must hold text that is not blank.
-        max_bad_rows: How many bad rows are tolerated.
+        max_bad_rows: How many bad rows are tolerated; None: none, and the caller has no option that allows any.
         check: Further conditions; called on rows that have the required fields.
         max_rows: Rows to read, from the front; 0 reads all.
 
@@ -84,7 +84,7 @@ def read_json_array(
     path: str | Path,
     *,
     required: Sequence[str],
-    max_bad_rows: int = 0,
+    max_bad_rows: int | None = 0,
     check: Check | None = None,
     max_rows: int = 0,
 ) -> tuple[list[tuple[int, Any]], list[BadRow]]:
@@ -105,7 +105,7 @@ def read_csv(
     path: str | Path,
     *,
     required: Sequence[str],
-    max_bad_rows: int = 0,
+    max_bad_rows: int | None = 0,
     check: Check | None = None,
     max_rows: int = 0,
 ) -> tuple[list[tuple[int, Any]], list[BadRow]]:
@@ -141,7 +141,7 @@ def read_parquet(
     path: str | Path,
     *,
     required: Sequence[str],
-    max_bad_rows: int = 0,
+    max_bad_rows: int | None = 0,
     check: Check | None = None,
     max_rows: int = 0,
 ) -> tuple[list[tuple[int, Any]], list[BadRow]]:
@@ -188,7 +188,7 @@ def read_file(
     path: Path,
     *,
     required: Sequence[str],
-    max_bad_rows: int = 0,
+    max_bad_rows: int | None = 0,
     check: Check | None = None,
     max_rows: int = 0,
 ) -> tuple[list[tuple[int, Any]], list[BadRow]]:
@@ -402,7 +402,7 @@ def sift(
     source: str,
     rows: Iterable[tuple[str, int, Row | str | None, Any]],
     required: Sequence[str],
-    max_bad_rows: int,
+    max_bad_rows: int | None,
     check: Check | None,
     max_rows: int = 0,
 ) -> tuple[list[tuple[int, Any]], list[BadRow]]:
@@ -413,7 +413,7 @@ def sift(
         rows: Where each row stands, its number, the row (or what is wrong with it, or None for a blank line), and its
             raw form.
         required: Fields that must hold text that is not blank.
-        max_bad_rows: How many bad rows are tolerated.
+        max_bad_rows: How many bad rows are tolerated; None: none, and the caller has no option that allows any.
         check: Further conditions.
         max_rows: Rows to read, from the front; 0 reads all.
 
@@ -422,6 +422,7 @@ def sift(
     """
     good: list[tuple[int, Any]] = []
     bad: list[BadRow] = []
+    allowed = max_bad_rows or 0
     for where, number, row, raw in rows:
         if row is None:
             continue
@@ -430,18 +431,22 @@ def sift(
             found = check(row)
             reason, row = (found, row) if isinstance(found, str) else (None, row if found is None else found)
         if reason is not None:
-            bad.append(BadRow(where, reason, number, as_raw(raw) if len(bad) < max_bad_rows else ""))
+            bad.append(BadRow(where, reason, number, as_raw(raw) if len(bad) < allowed else ""))
         else:
             good.append((number, row))
         if max_rows and len(good) + len(bad) >= max_rows:
             break
-    if len(bad) > max_bad_rows:
+    if len(bad) > allowed:
         more = f" (and {len(bad) - 1} more bad rows)" if len(bad) > 1 else ""
-        remedy = "fix the rows or allow them" if more else "fix the row or allow it"
-        remedy += f" with --task.max-bad-rows {len(bad)}"
+        what, them = ("rows", "them") if more else ("row", "it")
+        remedy = f"fix the {what}"
+        if max_bad_rows is not None:
+            remedy += f" or allow {them} with --task.max-bad-rows {len(bad)}"
         if more and not good:  # with all of them allowed, nothing would be left
             remedy = "no row is good; check the file's format and columns"
         raise UserError(f"{bad[0].where}: {bad[0].reason}{more}; {remedy}")
     if not good:
-        raise UserError(f"{source}: no rows; check --task.path")
+        raise UserError(
+            f"{source}: no rows; {'check --task.path' if max_bad_rows is not None else 'give some'}"
+        )
     return good, bad
