@@ -207,6 +207,7 @@ def test_the_bits_of_stream_do_not_depend_on_time(
     assert max(differences(fast, {n: p.detach() for n, p in policy.model.named_parameters()})) == 0.0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("changes", [{}, {"staleness": 2, "refill": True}], ids=["one", "two"])
 def test_async_is_a_run_of_that_staleness_bit_for_bit(
     changes: dict[str, Any], tiny_policy: PolicyConfig, tmp_path: Path
@@ -238,6 +239,7 @@ class CrashError(Exception):
     """Stands for a crash."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("overlap", [STREAM, ASYNC], ids=["stream", "async"])
 def test_a_killed_run_resumes_bitwise(
     overlap: OverlapConfig, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -267,6 +269,7 @@ def test_a_killed_run_resumes_bitwise(
     assert samples(broken) == samples(config)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("overlap", "staleness"),
     [(OverlapConfig(), 0), (OverlapConfig(), 1), (STREAM, 0)],
