@@ -264,14 +264,9 @@ def known(reader: Reader, facts: Sequence[Fact]) -> tuple[list[Fact], dict[str, 
 
 SEARCH = TargetConfig(steps=50, stop_loss=0.005, decay=0.02, clamp=4.0)
 SETTINGS: dict[str, MethodConfig] = {method: MethodConfig(method=method) for method in METHODS} | {
-    "memit": MethodConfig(
-        layers=(0, 1),
-        passes=3,
-        prose_weight=2000,
-        target=SEARCH,
-    ),
+    "memit": MethodConfig(layers=(0,), passes=3, prose_weight=2000, target=SEARCH),
     "alphaedit": MethodConfig(
-        method="alphaedit", layers=(0, 1), passes=3, null_share=0.3, ridge=1.0, target=SEARCH
+        method="alphaedit", layers=(0,), passes=3, null_share=0.3, ridge=0.5, target=SEARCH
     ),
     "ft": MethodConfig(method="ft", layers=(0,), tune=TuneConfig(lr=2e-3, bound=0.02, steps=50)),
     "lora": MethodConfig(method="lora", tune=TuneConfig(lr=5e-4, steps=50)),

@@ -75,8 +75,6 @@ NUM_POSITIONS = {
 }
 KEPT_MOVES = 4
 """Moves of each of the engine's lines that a problem keeps."""
-ILLEGAL_IN = {"train": 5, "dev": 10, "test": 10}
-"""Of so many moves that the environment is asked about one is illegal: rare answers are learned from more of them."""
 
 
 class Chess:
@@ -177,8 +175,7 @@ class Chess:
             if self.name == "chess" and self._path:
                 place = "test"
             for kind in self._kinds:
-                options = {"layout": self.layout, "key": key, "illegal_in": ILLEGAL_IN[place]}
-                problem = make_problem(kind, self.name, position, board, own, **options)
+                problem = make_problem(kind, self.name, position, board, own, layout=self.layout, key=key)
                 if problem.uid not in seen:
                     seen.add(problem.uid)
                     splits[place].append(problem)
@@ -264,7 +261,6 @@ def make_problem(
     *,
     layout: Layout = "padded",
     key: str = "",
-    illegal_in: int = 10,
 ) -> Problem:
     """Ask one kind of question about a position.
 
@@ -276,7 +272,6 @@ def make_problem(
         lines: The engine's lines, best first; none where they are not known.
         layout: How the policy's prompt is padded.
         key: What `position_key` returns; '' computes it.
-        illegal_in: Of so many moves that the environment is asked about one is illegal.
     """
     fen = position.fen
     key = key or position_key(board)
@@ -296,7 +291,7 @@ def make_problem(
     draw = Draw("chess problem", kind, fen)
     solution = ""
     if kind == "environment":
-        move = position.move or drawn_move(board, draw, illegal_in)
+        move = position.move or drawn_move(board, draw)
         after = play(board, move)
         meta["move"] = move
         prompt = environment_prompt(fen, move, position.history)
