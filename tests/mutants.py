@@ -1390,7 +1390,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
     ("tasks/read.py", ("tests/tasks/test_read.py", "tests/tasks/test_jsonl.py")): [
         ("bound", "place < test_percent + dev_percent", "place < dev_percent"),
         ("factor", "/ 2**32 * 100", "/ 2**31 * 100"),
-        ("bound", "    if len(bad) > max_bad_rows:", "    if len(bad) >= max_bad_rows:"),
+        ("bound", "    if len(bad) > allowed:", "    if len(bad) >= allowed:"),
         ("guard", "    if not value.strip():", "    if not value:"),
         ("guard", 'if "\\x00" in value:', "if False:"),
         (
