@@ -616,6 +616,7 @@ def rl(
 
     Raises:
         UserError: If something does not fit together, is missing, or the run cannot go on.
+        SystemExit: After SIGTERM or SIGHUP, when the last whole step is saved.
     """
     config = _rl_config(policy, task, out, rewards, algo, num_steps, options)
     return _trained(config, lambda: _each(rl_program.steps(config, resume=resume), on_step, on_samples))
