@@ -271,7 +271,7 @@ SETTINGS: dict[str, MethodConfig] = {method: MethodConfig(method=method) for met
     "ft": MethodConfig(method="ft", layers=(0,), tune=TuneConfig(lr=2e-3, bound=0.02, steps=50)),
     "lora": MethodConfig(method="lora", tune=TuneConfig(lr=5e-4, steps=50)),
 }
-"""Of each method; chosen on the facts of tune.jsonl, ft and lora with an earlier patient; alphaedit's ridge lies between
+"""Of each method; chosen on tune.jsonl, ft and lora with an earlier patient; alphaedit's ridge lies between
 two that were measured, and rome and r-rome have their presets."""
 COLUMNS = {
     "efficacy_accuracy": "efficacy, rank 1",
