@@ -136,6 +136,18 @@ class Problem:
         return (self.answer, *self.other_answers)
 
 
+class Allowed(NamedTuple):
+    """A place of a worked answer where the rules of the task allow some texts, whichever is best.
+
+    Attributes:
+        start: The answer's first character of it.
+        texts: Every allowed text, the answer's own among them.
+    """
+
+    start: int
+    texts: Sequence[str]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """One completion of one problem, with everything that training and logs need.
@@ -286,6 +298,7 @@ class MicroBatch:
         start_values_M: Value estimates before the update (zeros without a critic).
         returns_M: Targets of the value estimates (zeros without a critic).
         kept: What the sampler's filters left to draw from; None without filters.
+        allowed: What the rules of the task allow there; None where nothing is known of any token.
         experts_NX: uint8 bytes of each token's experts in the sampler, all ones where they are unknown; None where
             nothing is recorded.
         split: How ranks share it; None where this rank computes all of it.
@@ -306,6 +319,7 @@ class MicroBatch:
     start_values_M: torch.Tensor
     returns_M: torch.Tensor
     kept: KeptSets | None = None
+    allowed: KeptSets | None = None
     experts_NX: torch.Tensor | None = None
     split: Split | None = None
 
@@ -405,6 +419,15 @@ class ManyJudge(Protocol):
 
     def judge_many(self, items: Sequence[tuple[Problem, str | None]]) -> list[bool | None]:
         """Judge answers as `Task.is_correct` does, in their order."""
+        ...
+
+
+@runtime_checkable
+class RuledTask(Protocol):
+    """A task that knows what its rules allow in an answer, such as all legal moves."""
+
+    def allowed(self, problem: Problem) -> Sequence[Allowed]:
+        """Return the places of a problem's answer of which that is known, in their order."""
         ...
 
 

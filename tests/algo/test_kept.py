@@ -51,6 +51,14 @@ def test_a_set_takes_its_ids_or_a_bit_per_token() -> None:
     assert rows[2] == b"\xff" * 16 + b"\x00" * 496
 
 
+def test_an_empty_text_keeps_everything() -> None:
+    kept = random_sets(5, 48, 48)
+    logits = torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
+    rows = ["" if row in (0, 3) else text for row, text in enumerate(encode_kept(kept))]
+    kept[[0, 3]] = True
+    assert torch.equal(keep_only(logits.clone(), join_kept(rows, CPU)), logits.masked_fill(~kept, CUT))
+
+
 def test_nothing_is_kept_back_without_filters() -> None:
     logits = torch.randn(3, 16)
     assert keep_only(logits, None) is logits

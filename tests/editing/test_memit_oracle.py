@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from patient import SHAPE, WORDS, fresh
 
 from whet.editing.editor import Editor, MethodConfig
-from whet.editing.facts import read_facts
-from whet.editing.targets import TargetConfig
+from whet.editing.facts import Fact, read_facts
+from whet.editing.sites import Contexts, chosen_memories
+from whet.editing.targets import TargetConfig, find_targets
 from whet.generate.policy import Policy
 from whet.model.config import Block
 
@@ -197,6 +198,25 @@ def test_the_whole_pipeline_in_float64(tmp_path: Path) -> None:
             assert change > 1e-2 * before[name].norm(), name  # something was written
             error = float((found - expected).norm() / change)
             assert error < STORED, (name, error)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_facts_searched_together_are_found_as_each_alone(last: int, tmp_path: Path) -> None:
+    """What several facts' prompts begin with is read once, and none of them sees another."""
+    policy = fresh(PLAIN)
+    policy.model.double()
+    editor = Editor(policy, "oracle", cache=tmp_path)
+    beginning = "The home of Cid Elm is in Bern"
+    contexts = Contexts(("", beginning, beginning + ". Ann Oak eats"))
+    facts = read_facts([*ROWS, *LATER])
+    memory = chosen_memories(policy.model, (last,))[0]
+
+    def search(some: Sequence[Fact]) -> torch.Tensor:
+        return find_targets(editor.reader, memory, some, contexts, SEARCH, own_norm=False).delta_ED
+
+    together, alone = search(facts), torch.cat([search([fact]) for fact in facts])
+    assert float(alone.norm(dim=1).min()) > 0.01
+    torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("place", ["kl", "decay", "clamp", "lr"])

@@ -34,6 +34,7 @@ from whet.train.rl_config import RLConfig
 from whet.types import UserError
 
 OPTIM = OptimConfig(lr=3e-3, warmup_steps=2, token_budget=100)
+COEF = 0.5
 PAIRS = [{"prompt": f"{n}+{n}=", "chosen": f"<think></think>{2 * n}", "rejected": f"{n}"} for n in range(8)]
 
 
@@ -53,7 +54,12 @@ def make_runs(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Path]:
     )
     rl.train(rl_config(POLICY, out["ppo"], algo=ALGORITHMS["ppo"](), num_steps=3))
     common: dict[str, Any] = {"policy": POLICY, "optim": OPTIM, "batch_size": 6, "save_every": 2}
-    sft.train(sft.SFTConfig(out=str(out["sft"]), **common, num_steps=3, validation_problems=0))
+    patch.setattr(
+        Arithmetic, "allowed", lambda self, problem: [(0, [problem.answer, "7", "12"])], raising=False
+    )
+    sft.train(
+        sft.SFTConfig(out=str(out["sft"]), **common, num_steps=3, validation_problems=0, allowed_coef=COEF)
+    )
     pairs = str(folder / "pairs.jsonl")
     dpo.train(dpo.DPOConfig(out=str(out["dpo"]), **common, pairs=pairs, num_steps=3, validation_share=0.0))
     round_of: dict[str, Any] = {"num_problems": 6, "num_samples": 2, "steps_per_round": 3}
@@ -277,15 +283,16 @@ def test_a_fault_stands_alone(
     with torch.no_grad():
         dict(policy.model.named_parameters())["model.norm.weight"].fill_(3e38)  # what it makes is not finite
     problems = Arithmetic().problems("train")[:4]
-    rows = [sft.demonstration(policy, problem) for problem in problems]
+    rows = [sft.demonstration(policy, problem, rules=Arithmetic()) for problem in problems]
     drawn = [(0, problem) for problem in problems]
     recorder = Recorder(run, "sft", policy)
     recorder.is_due = False  # the batch is described when the fault is known
     recorder.begin(lambda: fit_batch(drawn, rows, policy, OPTIM, token_budget=64, attention="fast"))
     optimizer = Optimizer(policy.model, OPTIM)
-    loss, *_ = sft.train_step(policy, rows, OPTIM, TokenBudget(64, policy.model.parameters()))
+    budget = TokenBudget(64, policy.model.parameters())
+    loss, _, _, found = sft.train_step(policy, rows, OPTIM, budget, allowed_coef=COEF)
     assert not math.isfinite(loss)
-    metrics = {"sft/loss": loss, "sft/grad_norm": optimizer.step(1e-3, loss=loss), "sft/lr": OPTIM.lr}
+    metrics = found | {"sft/loss": loss, "sft/grad_norm": optimizer.step(1e-3, loss=loss), "sft/lr": OPTIM.lr}
     recorder.end(2, metrics, lambda: (optimizer.tensors(), {}), is_skipped=True)
     shutil.rmtree(run / "checkpoints")
     replayed = again(run, 2)

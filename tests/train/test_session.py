@@ -154,7 +154,7 @@ from whet.tasks.made import arithmetic
 from whet.train import sft
 from dataclasses import replace
 arithmetic.NUM_PROBLEMS = 500
-def step(*_):
+def step(*_, **__):
     os.kill(os.getpid(), signal.SIGTERM)
     print("first", flush=True)
     time.sleep(0.6)  # sooner it would be the same signal, sent on by somebody
@@ -263,8 +263,8 @@ def test_a_full_disk_stops_the_run_or_not_and_harms_nothing(
 def test_parameters_that_are_not_finite_are_never_saved(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def poison(policy: Any, *rest: Any) -> Any:
-        result = original(policy, *rest)
+    def poison(policy: Any, *rest: Any, **options: Any) -> Any:
+        result = original(policy, *rest, **options)
         if poison.calls == 4:  # pyright: ignore[reportFunctionMemberAccess]
             with torch.no_grad():
                 next(policy.model.parameters())[0, 0] = torch.nan

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from whet.algo.kept import join_kept, keep_only
 from whet.algo.packing import TrainingSequence
 from whet.config import dump_yaml
 from whet.generate.policy import PolicyConfig, load_policy
@@ -26,7 +27,7 @@ from whet.train.optim.safety import SafetyConfig
 from whet.train.optim.step import OptimConfig, Optimizer
 from whet.train.rollout.order import EpochOrder
 from whet.train.sft import SFTConfig, is_empty, main, plan, train, train_step
-from whet.types import UserError
+from whet.types import Allowed, Problem, UserError
 
 pytestmark = pytest.mark.usefixtures("few_problems")
 
@@ -117,12 +118,12 @@ arithmetic.NUM_PROBLEMS = 6000
 problems = Arithmetic.problems
 Arithmetic.problems = lambda self, split: problems(self, split)[:200]  # as the fixture few_problems does
 original, calls = sft.train_step, 0
-def train_step(*arguments):
+def train_step(*arguments, **options):
     global calls
     calls += 1
     if calls == 8:
         os.kill(os.getpid(), signal.SIGKILL)
-    return original(*arguments)
+    return original(*arguments, **options)
 sft.train_step = train_step
 sft.train(load_yaml(Path(sys.argv[1]), sft.SFTConfig))
 """
@@ -254,6 +255,107 @@ def test_prompt_tokens_get_no_gradient_as_targets(tiny_policy: PolicyConfig) -> 
         assert float((head.grad[index] - head.grad[rest[0]]).norm()) > 0.1
 
 
+class Ruled(Arithmetic):
+    """Arithmetic whose answers may as well be one more, or any of three others."""
+
+    def allowed(self, problem: Problem) -> list[Allowed]:
+        return [Allowed(0, [problem.answer, str(int(problem.answer) + 1), "7", "71", "4321"])]
+
+
+class Nothing(Arithmetic):
+    """Rules that do not know the answer, as pairs."""
+
+    def allowed(self, problem: Problem) -> list[tuple[int, list[str]]]:
+        return [(0, ["x", "y"])]
+
+
+def test_what_the_rules_allow_in_place_of_each_token(tiny_policy: PolicyConfig) -> None:
+    policy = load_policy(tiny_policy, seed=0)
+    problem = replace(Arithmetic().problems("train")[0], answer="432", solution="432")
+    row = sft.demonstration(policy, problem, rules=Ruled())
+    vocab = policy.model.config.vocab_size
+    sets = ~keep_only(
+        torch.zeros(len(row.allowed), vocab), join_kept(row.allowed, torch.device("cpu"))
+    ).isinf()
+    spelt = [{policy.tokenizer.decode([i]) for i in own.nonzero()[:, 0].tolist()} for own in sets]
+    at = len(row.completion_ids) - 4  # the thinking and the tags before it may be nothing else
+    assert [len(own) for own in spelt] == [vocab] * at + [2, 1, 2, vocab]
+    assert spelt[at : at + 3] == [{"4", "7"}, {"3"}, {"2", "3"}]
+    # Nothing is known behind a text that may end where the answer goes on.
+    longer = sft.demonstration(policy, replace(problem, answer="71"), rules=Ruled())
+    assert [bool(own) for own in longer.allowed[-4:]] == [False, True, False, False]
+    assert sft.demonstration(policy, problem).allowed == ()
+    with pytest.raises(UserError, match=r"allowed\(\) gives .* at character 0 of the answer '9', where none"):
+        sft.demonstration(policy, replace(problem, answer="9"), rules=Nothing())
+
+
+@pytest.mark.parametrize("budget", [1000, 30])
+def test_the_loss_of_rules_against_an_oracle(budget: int, tiny_policy: PolicyConfig) -> None:
+    """Loss and gradients are those of the definition in float64, and of finite differences, however it is cut."""
+    policy = load_policy(tiny_policy, seed=0)
+    policy.model.double()
+    problems, coef = Ruled().problems("train")[:5], 0.7
+    rows = [sft.demonstration(policy, problem, rules=Ruled()) for problem in problems[:4]]
+    rows.append(sft.demonstration(policy, problems[4]))  # of which nothing is known
+    vocab, device = policy.model.config.vocab_size, torch.device("cpu")
+    sets = [
+        ~keep_only(torch.zeros(len(r.allowed), vocab), join_kept(r.allowed, device)).isinf() for r in rows
+    ]
+    count = sum(len(row.completion_ids) for row in rows)
+
+    def definition() -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for row, own in zip(rows, sets, strict=True):
+            ids = torch.tensor([[*row.prompt_ids, *row.completion_ids]])
+            scores = policy.model.logits(ids)[0].log_softmax(-1)[len(row.prompt_ids) - 1 : -1]
+            total = total - scores.gather(1, torch.tensor(row.completion_ids)[:, None]).sum()
+            for one, may in zip(scores, own, strict=False):
+                total = total - coef * one[may].logsumexp(0)
+        return total / count
+
+    optim = OptimConfig(token_budget=budget)
+    loss, _, _, found = train_step(policy, rows, optim, allowed_coef=coef)
+    named = {name: p for name, p in policy.model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+    expected = definition()
+    wanted = torch.autograd.grad(expected, list(named.values()))
+    for (name, gradient), other in zip(gradients.items(), wanted, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-11, msg=name)
+    ruled = sum(bool(text) for row in rows for text in row.allowed)
+    outside = found["sft/outside_rules"]
+    assert outside > 1
+    assert loss + coef * outside * ruled / count == pytest.approx(float(expected.detach()), rel=1e-10)
+    policy.model.zero_grad()
+    assert train_step(policy, rows, optim)[0] == pytest.approx(loss, rel=1e-12)
+    generator = torch.Generator().manual_seed(0)
+    ways = {name: torch.randn(p.shape, generator=generator, dtype=torch.float64) for name, p in named.items()}
+    ends = []
+    with torch.no_grad():
+        for step in (1e-5, -2e-5):
+            for name, p in named.items():
+                p += step * ways[name]
+            ends.append(float(definition()))
+    slope = sum(float((gradients[name] * ways[name]).sum()) for name in named)
+    assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(slope, rel=1e-6)
+
+
+def test_a_run_learns_what_its_rules_allow(
+    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tiny_policy, tmp_path / "run", allowed_coef=1.0)
+    with pytest.raises(UserError, match="allowed_coef is not read: arithmetic has no rules"):
+        train(config)
+    monkeypatch.setattr(sft, "load_task", lambda config: Ruled())
+    ends = {}
+    for coef in (1e-6, 3.0):
+        out = tmp_path / str(coef)
+        train(replace(config, out=str(out), allowed_coef=coef, num_steps=40))
+        logged = [row["sft/outside_rules"] for row in metrics(out) if "sft/outside_rules" in row]
+        assert len(logged) == 40
+        ends[coef] = sum(logged[-5:]) / 5
+    assert ends[3.0] < 0.92 * ends[1e-6]
+
+
 def test_empty_thinking_share(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     problems = [replace(p, uid=f"{p.uid}{i}") for p in Arithmetic().problems("train") for i in range(10)]
     for share in (0.0, 0.3, 1.0):
@@ -273,9 +375,9 @@ def test_the_share_reaches_the_trainer(
     seen: list[TrainingSequence] = []
     original = sft.train_step
 
-    def record(policy: Any, sequences: Any, config: Any, budget: Any) -> Any:
+    def record(policy: Any, sequences: Any, *rest: Any, **options: Any) -> Any:
         seen.extend(sequences)
-        return original(policy, sequences, config, budget)
+        return original(policy, sequences, *rest, **options)
 
     monkeypatch.setattr(sft, "train_step", record)
     config = make_config(tiny_policy, tmp_path / "run", num_steps=3, empty_thinking_share=share)
@@ -373,7 +475,14 @@ def test_a_step_that_is_not_finite_is_left_out_and_counted(
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"num_steps": 0}, {"batch_size": 0}, {"save_every": 0}, {"empty_thinking_share": 1.5}]
+    "wrong",
+    [
+        {"num_steps": 0},
+        {"batch_size": 0},
+        {"save_every": 0},
+        {"empty_thinking_share": 1.5},
+        {"allowed_coef": -1.0},
+    ],
 )
 def test_wrong_settings(wrong: dict[str, float], tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} = .*expected"):

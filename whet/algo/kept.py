@@ -28,16 +28,23 @@ def encode_kept(kept_BV: torch.Tensor) -> list[str]:
     Args:
         kept_BV: Whether a token was left; V is the width of the logits.
     """
-    num_words = -(-kept_BV.shape[1] // WORD_BITS)
-    texts = []
-    for ids in _ids(kept_BV):
-        words = ids.astype("<i4")
-        if len(ids) >= num_words:
-            bits = np.zeros(num_words * WORD_BITS, dtype=np.uint8)
-            bits[ids] = 1
-            words = np.packbits(bits, bitorder="little")
-        texts.append(b64encode(words.tobytes()).decode())
-    return texts
+    return [encode_ids(ids, kept_BV.shape[1]) for ids in _ids(kept_BV)]
+
+
+def encode_ids(ids: np.ndarray, vocab: int) -> str:
+    """Write one set as `encode_kept` does.
+
+    Args:
+        ids: Its ids, ascending.
+        vocab: Width of the logits.
+    """
+    num_words = -(-vocab // WORD_BITS)
+    words = ids.astype("<i4")
+    if len(ids) >= num_words:
+        bits = np.zeros(num_words * WORD_BITS, dtype=np.uint8)
+        bits[ids] = 1
+        words = np.packbits(bits, bitorder="little")
+    return b64encode(words.tobytes()).decode()
 
 
 def _ids(kept_BV: torch.Tensor) -> Sequence[np.ndarray]:
@@ -52,11 +59,11 @@ def join_kept(rows: Sequence[str], device: torch.device) -> KeptSets:
     """Put the sets of a micro-batch's trained tokens one after the other.
 
     Args:
-        rows: Sets from `encode_kept`.
+        rows: Sets from `encode_kept`; '' keeps every token.
         device: Where the words go.
     """
     parts = [b64decode(row) for row in rows]
-    words = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.int32)
+    words = torch.from_numpy(np.frombuffer(bytearray(b"".join(parts)), dtype="<i4"))
     starts = [0]
     for part in parts:
         starts.append(starts[-1] + len(part) // 4)
@@ -121,7 +128,7 @@ def keep_only(logits_MV: torch.Tensor, kept: KeptSets | None, first: int = 0) ->
     is_map = sizes == num_words
     of_map = is_map.repeat_interleave(sizes).to(device)
     owners = torch.arange(rows).repeat_interleave(sizes)[~of_map.cpu()].to(device)
-    removed = torch.ones(rows, vocab, dtype=torch.bool, device=device)
+    removed = (sizes > 0).to(device)[:, None].repeat(1, vocab)
     removed[owners, words[~of_map].long()] = False
     if is_map.any():
         shifts = torch.arange(WORD_BITS, device=device)

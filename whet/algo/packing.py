@@ -32,6 +32,8 @@ class TrainingSequence:
         num_group_tokens: Trained tokens of all counted sequences of the group.
         sampler_logprobs: Log-probabilities of the trained tokens at sampling time; empty in supervised training.
         kept: What the sampler's filters left to draw each trained token from; empty without filters.
+        allowed: What the rules of the task allow in place of each trained token (`encode_kept`), '' where that is not
+            known; empty where it is not of any.
         experts: The sampler's experts in the prompt and in the completion; empty where they are not recorded.
         turn_rewards: (index of a trained token, reward) paid before the end; part of `advantage`.
         advantages_T: Advantage of each token [advantage].
@@ -51,6 +53,7 @@ class TrainingSequence:
     num_group_tokens: int = 0
     sampler_logprobs: tuple[float, ...] = ()
     kept: tuple[str, ...] = ()
+    allowed: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     turn_rewards: tuple[tuple[int, float], ...] = ()
     advantages_T: torch.Tensor | None = None
@@ -392,6 +395,8 @@ def _micro_batch(
     sampler_M = torch.tensor(logprobs, dtype=torch.float32).to(device=device, dtype=dtype)
     kept = [row for _, sequence in sequences for row in sequence.kept]
     assert len(kept) in (0, len(targets)), "some tokens were drawn with filters, others without"
+    is_ruled = any(sequence.allowed for _, sequence in sequences)
+    allowed = [row for _, s in sequences for row in s.allowed or [""] * s.num_trained] if is_ruled else []
     experts = _experts(families) if any(sequence.experts for _, sequence in sequences) else None
     is_recomputed = sequences[0][1].proximal_logprobs_T is not None  # all sequences of a step, or none
     long = {"dtype": torch.int64, "device": device}
@@ -411,5 +416,6 @@ def _micro_batch(
         start_values_M=column("start_values_T", 0.0),
         returns_M=column("returns_T", 0.0),
         kept=join_kept(kept, device) if kept else None,
+        allowed=join_kept(allowed, device) if allowed else None,
         experts_NX=None if experts is None else join_experts(experts, device),
     )

@@ -376,16 +376,9 @@ class Policy:
         Returns:
             The tokens, and True for those that the model writes; empty if it writes all.
         """
-        if thinking is None:
-            calls = problem.meta.get(CALLS) if self.schema.tools else None
-            thinking = problem.solution if calls is None else self.schema.render_calls(json.loads(calls))
-        text = self.schema.render(thinking, problem.answer)
-        ending = self.tokenizer.ending()
-        if ending[-1:].isspace() and ending.rstrip().endswith(self.schema.generation_prefix or "\n"):
-            text = text.lstrip("\n")  # the template breaks the line after its opening tag
         ids: list[int] = []
         trained: list[bool] = []
-        for piece, is_written in self.schema.split_results(text):
+        for piece, is_written in self.schema.split_results(self.solution_text(problem, thinking)):
             more = self.tokenizer.encode(piece)  # piece by piece, as an episode reads and writes them
             ids += more
             trained += [is_written] * len(more)
@@ -393,6 +386,17 @@ class Policy:
         if ids[-1] not in self.stop_ids and end is not None:
             ids, trained = [*ids, end], [*trained, True]
         return tuple(ids), () if all(trained) else tuple(trained)
+
+    def solution_text(self, problem: Problem, thinking: str | None = None) -> str:
+        """Return the text of a demonstration (`solution`) without its end."""
+        if thinking is None:
+            calls = problem.meta.get(CALLS) if self.schema.tools else None
+            thinking = problem.solution if calls is None else self.schema.render_calls(json.loads(calls))
+        text = self.schema.render(thinking, problem.answer)
+        ending = self.tokenizer.ending()
+        if ending[-1:].isspace() and ending.rstrip().endswith(self.schema.generation_prefix or "\n"):
+            text = text.lstrip("\n")  # the template breaks the line after its opening tag
+        return text
 
     def check_alphabet(self, problems: Sequence[Problem], *, solutions: bool = False) -> None:
         """Refuse problems that the tokenizer cannot spell: training on unknown tokens would silently learn nothing, and

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from whet.tasks.selftest import mutated_answer
-from whet.types import ManyJudge, PartsTask, Problem, Task, problem_uid
+from whet.types import Allowed, ManyJudge, PartsTask, Problem, RuledTask, Task, problem_uid
 
 PART = "part"
 
@@ -64,6 +64,11 @@ class Mixture:
         """Return a near miss, as the task that the problem came from makes it."""
         make = getattr(self.parts[problem.meta[PART]], "wrong_answer", None)
         return mutated_answer(problem.answer) if make is None else make(problem)
+
+    def allowed(self, problem: Problem) -> Sequence[Allowed]:
+        """Return what the rules allow in a problem's answer, where the task that it came from knows."""
+        task = self.parts[problem.meta[PART]]
+        return task.allowed(problem) if isinstance(task, RuledTask) else ()
 
     @property
     def part_names(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from whet.sandbox.reentry import importing
 from whet.schema import ANSWER_TYPE_WORDS
 from whet.types import Problem, Turn, UserError
 
-OPTIONAL = ("judge_many", "wrong_answer", "other_spellings", "seconds_per_answer")
+OPTIONAL = ("judge_many", "allowed", "wrong_answer", "other_spellings", "seconds_per_answer")
 """Attributes of the user's class that are passed through: see `whet.eval.audit` and `whet.types.ManyJudge`."""
 _NAME = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
 

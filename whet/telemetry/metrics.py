@@ -28,6 +28,9 @@ def _share(meaning: str) -> Metric:
 
 METRICS: dict[str, Metric] = {
     "sft/loss": Metric("nats/token", "mean negative log-probability of the trained tokens"),
+    "sft/outside_rules": Metric(
+        "nats/token", "-log of the probability of all that the task's rules allow, where they are learnt"
+    ),
     "sft/validation_loss": Metric("nats/token", "the same on held-out rows"),
     "sft/lr": Metric("1", "learning rate of this step", ".2e"),
     "sft/skipped": Metric(

@@ -117,7 +117,7 @@ def fit_batch(
     rows: list[Data] = []
     for (epoch, item), trained in zip(drawn, batch, strict=True):
         problem = {"problem": asdict(item)} if isinstance(item, Problem) else {}
-        names = ("prompt_ids", "completion_ids", "trained")
+        names = ("prompt_ids", "completion_ids", "trained", "allowed")
         content = (
             trained.as_row()
             if isinstance(trained, Pair)

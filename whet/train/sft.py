@@ -3,11 +3,13 @@ is trained."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from whet.algo.kept import kept_of
 from whet.algo.losses import weighted_sum
 from whet.algo.packing import TrainingSequence, pack
 from whet.config import align
@@ -20,6 +22,7 @@ from whet.ranks.context import Sharing, sharing
 from whet.ranks.fsdp import ParallelConfig, gathered
 from whet.storage.checkpoint import Resume
 from whet.tasks.base import TaskConfig, answer_type_of, load_task, told_of
+from whet.tasks.mixture import Mixture
 from whet.tasks.tools import environment_for
 from whet.telemetry.spans import span
 from whet.telemetry.trackers import TrackConfig
@@ -49,7 +52,7 @@ from whet.train.session import (
     watched,
     write_origin,
 )
-from whet.types import MicroBatch, Problem, Task, UserError
+from whet.types import MicroBatch, Problem, RuledTask, Task, UserError
 
 CACHED_DEMONSTRATIONS = 65_536
 
@@ -81,6 +84,9 @@ class SFTConfig:
     """Sequences per optimizer step, over all ranks."""
     empty_thinking_share: float = 0.0
     """Share of worked solutions with empty thinking (the answer comes immediately), redrawn each epoch."""
+    allowed_coef: float = 0.0
+    """Weight of a second loss in worked solutions: -log of the probability of all that the rules of the task allow in a
+    place, where the task knows it (chess: the legal moves); 0 for none."""
     validation_problems: int = 256
     """Problems of the dev split for the validation loss; 0 for none."""
     validate_every: int = 100
@@ -108,6 +114,8 @@ class SFTConfig:
             raise ValueError(f"num_problems = {self.num_problems}: expected 0 (all) or more")
         if not 0 <= self.empty_thinking_share <= 1:
             raise ValueError(f"empty_thinking_share = {self.empty_thinking_share}: expected 0 to 1")
+        if not (math.isfinite(self.allowed_coef) and self.allowed_coef >= 0):
+            raise ValueError(f"allowed_coef = {self.allowed_coef}: expected 0 or more")
 
 
 def rows_of(config: SFTConfig, task: Task) -> list[Problem]:
@@ -157,6 +165,22 @@ def demonstrations_of(config: SFTConfig, policy: Policy, problems: Sequence[Prob
     return found
 
 
+def rules_of(config: SFTConfig, task: Task) -> RuledTask | None:
+    """Return the task where a run learns what its rules allow, too.
+
+    Raises:
+        UserError: If it knows no rules.
+    """
+    if not config.allowed_coef:
+        return None
+    parts = task.parts.values() if isinstance(task, Mixture) else [task]
+    if not isinstance(task, RuledTask) or not any(isinstance(part, RuledTask) for part in parts):
+        raise UserError(
+            f"allowed_coef is not read: {task.name} has no rules that allow several answers; leave it out"
+        )
+    return task
+
+
 def is_empty(config: SFTConfig, epoch: int, problem: Problem) -> bool:
     """Say whether a problem's scratch-pad is empty in an epoch."""
     return sequence_seed("empty", config.seed, epoch, problem.uid) / 2**63 < config.empty_thinking_share
@@ -167,17 +191,29 @@ def train_step(
     sequences: Sequence[TrainingSequence],
     config: OptimConfig,
     budget: TokenBudget | None = None,
+    *,
+    allowed_coef: float = 0.0,
 ) -> tuple[float, int, int, dict[str, float]]:
     """Backpropagate the mean negative log-probability over all completion tokens of the step, on all ranks.
+
+    Where the rules say what may stand in a token's place, `allowed_coef` times -log of the sum of p over all that may
+    is added: the token's log-probability among those, less that among all. Both are divided by the number of trained
+    tokens.
 
     Args:
         policy: The policy.
         sequences: This rank's sequences.
         config: Precision, and tokens per micro-batch without a budget.
         budget: Tokens per micro-batch.
+        allowed_coef: Weight of what the rules allow.
 
     Returns:
-        Loss in nats per token, trained tokens and all tokens of the step, and metrics of the load-balancing loss.
+        Loss in nats per token, without what the rules add, trained tokens and all tokens of the step, and metrics of
+        the load-balancing loss and of the rules.
+
+    Source:
+        The second loss is the marginal likelihood of a set of labels: Jin and Ghahramani, Learning with Multiple
+        Labels, NeurIPS 2002.
     """
     num_trained_tokens, num_tokens = all_reduce_sum(
         sum(sequence.num_trained for sequence in sequences),
@@ -185,8 +221,24 @@ def train_step(
     )
 
     def score(micro: MicroBatch) -> tuple[torch.Tensor, dict[str, float]]:
-        logprobs_M, _ = policy.score(micro, attention=FIT_ATTENTION)
-        return weighted_sum(-logprobs_M, micro.weights_M, num_trained_tokens), {}
+        hidden_MD = policy.hidden(micro, attention=FIT_ATTENTION)
+        logprobs_M, _ = policy.score(micro, hidden_MD=hidden_MD)
+        loss = weighted_sum(-logprobs_M, micro.weights_M, num_trained_tokens)
+        if not allowed_coef or micro.allowed is None:
+            return loss, {}
+        ruled_R = torch.tensor(micro.allowed.starts, device=policy.device).diff().nonzero()[:, 0]
+        part = replace(micro, kept=micro.allowed)
+        if micro.split is None:  # ranks that share it compute all tokens
+            kept = kept_of(micro.allowed, ruled_R)
+            part, hidden_MD = (
+                replace(micro, targets_M=micro.targets_M[ruled_R], kept=kept),
+                hidden_MD[ruled_R],
+            )
+        among, _ = policy.score(part, hidden_MD=hidden_MD)
+        among_R = among if micro.split is None else among[ruled_R]
+        outside = (among_R - logprobs_M[ruled_R]).sum()
+        found = {"outside": float(outside.detach()), "ruled": float(len(ruled_R))}
+        return loss + allowed_coef * outside / num_trained_tokens, found
 
     budget = budget or TokenBudget(config.token_budget, policy.model.parameters())
 
@@ -205,8 +257,13 @@ def train_step(
         longest,
     )
     sum_gradients(policy.model.parameters())
-    (loss,) = all_reduce_sum(totals["loss"])
-    return loss, int(num_trained_tokens), int(num_tokens), balance.metrics
+    names = ("loss", "outside", "ruled")
+    loss, outside, ruled = all_reduce_sum(*(totals.get(name, 0.0) for name in names))
+    metrics = dict(balance.metrics)
+    if allowed_coef and ruled:
+        metrics["sft/outside_rules"] = outside / ruled
+        loss -= allowed_coef * outside / num_trained_tokens
+    return loss, int(num_trained_tokens), int(num_tokens), metrics
 
 
 def validation_loss(policy: Policy, problems: Sequence[Problem], config: OptimConfig) -> float:
@@ -252,6 +309,7 @@ def check(config: SFTConfig, resume: Resume) -> None:
     policy, task, problems = load_sft(resolve_precision(config), weights=False)
     environment_for(policy.schema, task)
     learnt = demonstrations_of(config, policy, problems)
+    rules_of(config, task)
     validation_rows(config, policy, task)
     end_check(config, [*told_of(task, len(learnt.problems)), *learnt.notes], resume=resume)
 
@@ -281,6 +339,7 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     policy, task, problems = load_sft(config)
     environment_for(policy.schema, task)  # fails here, before anything is created, if a tool is missing
     learnt = demonstrations_of(config, policy, problems)
+    rules = rules_of(config, task)
     kept = learnt.problems
     held_out = validation_rows(config, policy, task)
     notes = [*learnt.notes, *learn_ends(policy, learnt.end_ids)]
@@ -291,7 +350,9 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     def encode(epoch: int, problem: Problem) -> TrainingSequence:
         empty = is_empty(config, epoch, problem)
         # Two conversations may begin alike, and have one uid; the objects in `kept` live as long as the cache.
-        sequence = encoded.get((id(problem), empty)) or demonstration(policy, problem, empty=empty)
+        sequence = encoded.get((id(problem), empty)) or demonstration(
+            policy, problem, empty=empty, rules=rules
+        )
         if len(encoded) < CACHED_DEMONSTRATIONS:
             encoded[id(problem), empty] = sequence
         return sequence
@@ -299,7 +360,8 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     def train_batch(drawn: Sequence[tuple[int, Problem]], budget: TokenBudget) -> StepResult:
         with span("pack"):
             rows = [encode(*item) for item in drawn]
-        return StepResult(*train_step(policy, rows, config.optim, budget), batch=rows)
+        found = train_step(policy, rows, config.optim, budget, allowed_coef=config.allowed_coef)
+        return StepResult(*found, batch=rows)
 
     def validate() -> dict[str, float]:
         return {"sft/validation_loss": validation_loss(policy, held_out, config.optim)}

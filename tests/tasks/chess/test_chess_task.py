@@ -15,12 +15,12 @@ from whet.rewards.presets import CHESS_SUMS  # noqa: E402
 from whet.schema import SCHEMAS  # noqa: E402
 from whet.tasks.base import TaskConfig, load_task  # noqa: E402
 from whet.tasks.chess import stockfish, task  # noqa: E402
-from whet.tasks.chess.board import position_key  # noqa: E402
+from whet.tasks.chess.board import listed_move, position_key  # noqa: E402
 from whet.tasks.chess.files import read_positions  # noqa: E402
 from whet.tasks.chess.measures import elo, elo_interval, kendall  # noqa: E402
 from whet.tasks.chess.scoring import SHAPED, TOTALS  # noqa: E402
 from whet.tasks.chess.stockfish import EngineError, find_stockfish  # noqa: E402
-from whet.types import UserError  # noqa: E402
+from whet.types import RuledTask, UserError  # noqa: E402
 
 needs_engine = pytest.mark.skipif(
     not find_stockfish(), reason="Stockfish is not installed: apt-get install stockfish"
@@ -60,6 +60,30 @@ def test_gold_pays_most_and_hostile_answers_nothing(name: str) -> None:
         assert (found.best, found.maximum) == pytest.approx((1.0, 1.0))
         assert [check.failures for check in found.checks if check.is_refuted] == []
     assert CHESS_SUMS.keys() == TOTALS.keys() | SHAPED.keys()
+
+
+@pytest.mark.parametrize("name", ["chess-env", "chess-moves", "chess-policy", "chess-reason"])
+@needs_engine
+def test_what_the_rules_allow_where_an_answer_names_a_move(name: str) -> None:
+    options = {"nodes": 100} if name in ("chess-policy", "chess-reason") else {}
+    loaded = load_task(TaskConfig(name="mixture", weights={name: 1.0}, num_problems=24, **options))
+    problems = [problem for split in SPLITS for problem in loaded.problems(split)]
+    assert isinstance(loaded, RuledTask)
+    for problem in problems:
+        places, answer = loaded.allowed(problem), problem.answer
+        board = chess.Board(problem.meta["fen"])
+        legal = {listed_move(board, m) if name == "chess-moves" else m.uci() for m in board.legal_moves}
+        if name == "chess-env":
+            assert not places
+            continue
+        head, _, best = answer.partition("B:")
+        listed = head.partition("E:")[0].split()
+        expected = [(move, legal - set(listed[:turn])) for turn, move in enumerate(listed)]
+        expected += [(best.strip(), legal)] if best else []
+        assert len(places) == len(expected)
+        for place, (move, texts) in zip(places, expected, strict=True):
+            assert set(place.texts) == texts
+            assert answer[place.start :].split()[0] == move
 
 
 def test_lines_of_moves_are_measured() -> None:

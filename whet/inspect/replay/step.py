@@ -373,7 +373,9 @@ class _Replay:
             result = dpo.train_step(policy, pairs, config, budget)
             loss, metrics = result.loss, dict(result.metrics)
         else:
-            loss, _, _, metrics = sft.train_step(policy, sequences, config.optim, budget)
+            coef = config.allowed_coef if isinstance(config, SFTConfig) else 0.0
+            found = sft.train_step(policy, sequences, config.optim, budget, allowed_coef=coef)
+            loss, _, _, metrics = found
         norm = self.before.optimizer.step(self.lr, loss=loss)
         metrics |= {f"{kind}/loss": loss, f"{kind}/grad_norm": norm, f"{kind}/lr": self.lr}
         return stages + self.outcome(kind, metrics)
@@ -487,6 +489,7 @@ def _sequence(row: Mapping[str, Any]) -> TrainingSequence:
         prompt_ids=tuple(row["prompt_ids"]),
         completion_ids=tuple(row["completion_ids"]),
         trained=tuple(row["trained"]),
+        allowed=tuple(row.get("allowed", ())),
     )
 
 
@@ -499,10 +502,12 @@ def _demonstrations(
     """Re-encode the demonstrations of fine-tuning."""
     if not isinstance(config, SFTConfig):
         return skipped("prompts", "sampled tokens, as recorded")
-    policy.expect(answer_type_of(load_task(config.task)))
+    task = load_task(config.task)
+    policy.expect(answer_type_of(task))
+    rules = sft.rules_of(config, task)
     problems = [(row["epoch"], Problem(**row["problem"])) for row in rows]
     here = [
-        sft.demonstration(policy, problem, empty=sft.is_empty(config, epoch, problem))
+        sft.demonstration(policy, problem, empty=sft.is_empty(config, epoch, problem), rules=rules)
         for epoch, problem in problems
     ]
     return compare_ids("prompts and texts", list(zip(recorded, here, strict=True)))

@@ -27,7 +27,15 @@ from whet.train.rl_config import RLConfig
 from whet.train.rollout.order import data_order
 from whet.train.rollout.source import KEPT_CACHE
 from whet.train.setup import load_rl
-from whet.train.sft import SFTConfig, demonstration, demonstrations_of, is_empty, load_sft, train_step
+from whet.train.sft import (
+    SFTConfig,
+    demonstration,
+    demonstrations_of,
+    is_empty,
+    load_sft,
+    rules_of,
+    train_step,
+)
 from whet.types import Group, Problem, Sample
 
 LR = 0.0
@@ -148,8 +156,11 @@ class FineTuning(Steps):
         super().__init__(policy)
         kept = demonstrations_of(run, self.policy, problems).problems
         drawn = data_order(task, kept, run.seed).next(run.batch_size)
-        self._first = [demonstration(self.policy, p, empty=is_empty(run, epoch, p)) for epoch, p in drawn]
-        every = [demonstration(self.policy, problem) for problem in kept]
+        rules = rules_of(run, task)
+        self._first = [
+            demonstration(self.policy, p, empty=is_empty(run, epoch, p), rules=rules) for epoch, p in drawn
+        ]
+        every = [demonstration(self.policy, problem, rules=rules) for problem in kept]
         self._longest = _top(every, run.batch_size, lambda sequence: sequence.num_tokens)
         self.longest = self._longest[0].num_tokens
         self.update = sum(sequence.num_tokens for sequence in self._longest)
@@ -161,7 +172,7 @@ class FineTuning(Steps):
 
         def work(mark: Mark) -> dict[str, float]:
             optimizer.begin(LR)
-            loss, _, tokens, _ = train_step(self.policy, rows, run.optim)
+            loss, _, tokens, _ = train_step(self.policy, rows, run.optim, allowed_coef=run.allowed_coef)
             optimizer.step(LR, loss=loss)
             mark("train")
             return {"tokens": tokens, "samples": len(rows)}

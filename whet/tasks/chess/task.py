@@ -4,6 +4,7 @@ and environment on the same positions."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,7 @@ from whet.tasks.chess.scoring import (
 from whet.tasks.chess.stockfish import NODES, EngineError, Stockfish, shared
 from whet.tasks.made.draft import DEV_PERCENT, TEST_PERCENT, Draw
 from whet.tasks.read import BadRow, check_split, split_of
-from whet.types import Problem, problem_uid
+from whet.types import Allowed, Problem, problem_uid
 
 if TYPE_CHECKING:
     import chess
@@ -209,6 +210,22 @@ class Chess:
             problem.meta.get("lines", "[]"),
             answer or "",
         )
+
+    def allowed(self, problem: Problem) -> Sequence[Allowed]:
+        """Return the legal moves wherever an answer names one; in a list those that it has not named yet."""
+        kind, answer = problem.meta["kind"], problem.answer
+        if kind == "environment":
+            return ()
+        board = board_of(problem.meta["fen"])
+        moves = [listed_move(board, move) if kind == "moves" else move.uci() for move in board.legal_moves]
+        listed, mark, best = answer.partition("B:")
+        if not mark and kind != "moves":
+            return (Allowed(0, moves),)
+        found, left = [], list(moves)
+        for word in re.finditer(r"\S+", listed.partition("E:")[0]):
+            found.append(Allowed(word.start(), tuple(left)))
+            left.remove(word.group())
+        return [*found, Allowed(len(answer) - len(best.lstrip()), moves)] if mark else found
 
     def wrong_answer(self, problem: Problem) -> str:
         """Return a near miss: the worst candidate as the best move, a reward that is not paid, a piece that is none."""

@@ -6,13 +6,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import compress
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
+from whet.algo.kept import encode_ids
 from whet.algo.packing import TrainingSequence
 from whet.generate.policy import MAX_UNKNOWN_SHARE, NUM_CHECKED, Policy
 from whet.model.text.chat import Passage, render_passages
 from whet.model.text.tokenizer import Tokenizer
-from whet.types import Message, Problem, UserError
+from whet.types import Allowed, Message, Problem, RuledTask, UserError
 
 Kind = Literal["solution", "chat", "text"]
 Turns = Literal["all", "last"]
@@ -133,13 +138,16 @@ def render_conversation(
     return render_passages(tokenizer, messages, values=values, stop_ids=stop_ids)
 
 
-def demonstration(policy: Policy, problem: Problem, *, empty: bool = False) -> TrainingSequence:
+def demonstration(
+    policy: Policy, problem: Problem, *, empty: bool = False, rules: RuledTask | None = None
+) -> TrainingSequence:
     """Turn a problem of `demonstrate` into its training sequence.
 
     Args:
         policy: Renders and encodes it.
         problem: The problem; of a conversation that needs several texts its last one is taken.
         empty: Learn the worked solution with empty thinking.
+        rules: Its task, where what that allows is to be learnt, too.
     """
     kind = kind_of(problem)
     if kind == "chat":
@@ -150,8 +158,66 @@ def demonstration(policy: Policy, problem: Problem, *, empty: bool = False) -> T
         ids = ids[: policy.model.config.max_positions] if CUT in problem.meta else ids
         # Nothing comes before the first token that it could be learnt from.
         return TrainingSequence(prompt_ids=ids[:1], completion_ids=ids[1:])
-    ids, trained = policy.solution(problem, thinking="" if empty else None)
-    return TrainingSequence(prompt_ids=policy.prompt_ids(problem), completion_ids=ids, trained=trained)
+    thinking = "" if empty else None
+    ids, trained = policy.solution(problem, thinking=thinking)
+    places = () if rules is None else rules.allowed(problem)
+    allowed = (
+        _allowed(policy, problem, places, policy.solution_text(problem, thinking), ids) if places else ()
+    )
+    allowed = tuple(compress(allowed, trained)) if trained else allowed
+    return TrainingSequence(
+        prompt_ids=policy.prompt_ids(problem), completion_ids=ids, trained=trained, allowed=allowed
+    )
+
+
+def _allowed(
+    policy: Policy, problem: Problem, places: Sequence[Allowed], text: str, ids: Sequence[int]
+) -> tuple[str, ...]:
+    """Return what may stand in place of each token of a worked answer (`TrainingSequence.allowed`).
+
+    A text that is allowed is followed as far as it has the answer's own tokens; a place whose text the tokenizer joins
+    with what stands around it is left out.
+
+    Args:
+        policy: Its tokenizer.
+        problem: The problem.
+        places: What its task allows.
+        text: Text of the demonstration; the answer is its last part.
+        ids: Its ids.
+
+    Raises:
+        UserError: If an answer's own text is not among those that are allowed in its place.
+    """
+    spans = policy.tokenizer.spans(text)
+    if [index for index, _, _ in spans] != list(ids[: len(spans)]):
+        return ()  # a tool's results are read piece by piece
+    vocab, before = policy.model.config.vocab_size, text.rfind(problem.answer)
+    found = [""] * len(ids)
+    for first, texts in places:
+        start = before + first
+        own = max((own for own in texts if own and text.startswith(own, start)), key=len, default=None)
+        if own is None:
+            raise UserError(
+                f"{_place(problem)}: allowed() gives {[*texts][:3]} at character {first} of the answer "
+                f"{problem.answer[:40]!r}, where none of them stands; the answer's own text must be among them"
+            )
+        at = [n for n, (_, a, b) in enumerate(spans) if a < start + len(own) and b > start]
+        lead = text[spans[at[0]][1] : start]
+        written = _encoded(policy.tokenizer, lead + own)
+        if written != tuple(ids[at[0] : at[-1] + 1]):
+            continue
+        rivals = {_encoded(policy.tokenizer, lead + other) for other in texts}
+        for n, index in enumerate(written):
+            if any(len(rival) == n for rival in rivals):
+                break  # what follows an allowed text that ends here is not known
+            found[at[0] + n] = encode_ids(np.array(sorted({rival[n] for rival in rivals})), vocab)
+            rivals = {rival for rival in rivals if rival[n] == index}
+    return tuple(found)
+
+
+@lru_cache(maxsize=65_536)
+def _encoded(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text))
 
 
 def sequences_of(policy: Policy, problem: Problem) -> list[TrainingSequence]:
