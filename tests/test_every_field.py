@@ -305,6 +305,8 @@ UNSEEN: dict[str, str] = {
     "optim.compile_dynamic": "asks for compile, which computes the same: tests/train/test_schedules.py",
     "optim.compile_fullgraph": "asks for compile, which computes the same: tests/train/test_schedules.py",
     "optim.adam_bits": "tensors of this size stay float32: tests/train/test_optimizer.py",
+    "allowed_coef": "a task without rules refuses it: tests/train/test_sft.py",
+    "policy.steering": "a program that trains refuses it: tests/editing/test_steering.py",
     "optim.router_aux_loss_coef": "a model without experts refuses it: tests/train/test_experts.py",
     "off_policy.router_replay": "a model without experts refuses it: tests/train/test_experts.py",
     "optim.update_in_backward": "asks for no clipping: tests/train/test_optimizer.py",

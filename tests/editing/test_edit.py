@@ -12,9 +12,10 @@ from patient import EATS, HOMES, LIVES, PEOPLE, TASTES, patient, says
 
 from whet.editing.editor import Editor, MethodConfig, report_of
 from whet.editing.facts import Fact, read_facts
+from whet.editing.memory import solve
 from whet.editing.methods import TuneConfig
 from whet.editing.record import Record
-from whet.editing.sites import Reader
+from whet.editing.sites import Reader, chosen_memories
 from whet.editing.statistics import digest_of
 from whet.editing.targets import TargetConfig
 from whet.editing.trace import answer_id, attention_maps, attribution, causal_trace, locate, logit_lens
@@ -137,6 +138,26 @@ def test_batches_in_a_row_and_one_taken_out(editor: Editor) -> None:
         editor.undo((3,))
     editor.undo()
     assert_same(editor.policy, start)
+
+
+def test_a_fact_that_is_written_again_is_not_held_where_it_was(editor: Editor) -> None:
+    wanted = facts(3)
+    weak = MethodConfig(
+        layers=(1,), num_contexts=0, prose_weight=6.0, target=TargetConfig(steps=10, clamp=0.5)
+    )
+    first, second = editor.write(wanted, weak), editor.write(wanted[1:], weak)
+    earlier = editor.record.earlier_keys
+    assert torch.equal(earlier()[1], torch.cat([first.keys[1][:1], second.keys[1]]))
+    assert torch.equal(earlier(wanted[1:2])[1], torch.cat([first.keys[1][:1], second.keys[1][1:]]))
+    assert len(earlier(wanted)[1]) == 0
+    # The second batch keeps the first fact's key where it is, and no other.
+    (moment,) = editor._moments(chosen_memories(editor.policy.model, (1,)), 0).values()
+    keys, other = second.keys[1].double(), first.keys[1][:1].double()
+    wanted_EF = solve(6.0 * moment + keys.t() @ keys + other.t() @ other, keys.t()).t()
+    (delta,) = second.deltas.values()
+    worst = float((delta.right_RF.double() - wanted_EF).norm() / wanted_EF.norm())
+    assert worst < 1e-5  # stored in float32
+    editor.undo()
 
 
 def test_what_did_not_take_is_written_again(editor: Editor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -388,7 +388,7 @@ class Editor:
             moments,
             targets=method.target,
             weight=method.ridge if is_alpha else method.prose_weight or float(width),
-            earlier=self.record.earlier_keys(),
+            earlier=self.record.earlier_keys(facts),
             null_share=method.null_share if is_alpha else None,
             advance=advance,
         )

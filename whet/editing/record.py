@@ -151,13 +151,20 @@ class Record:
         """Return all facts, each with the number of its batch."""
         return [(n, fact) for n, batch in enumerate(self.batches, 1) for fact in batch.facts]
 
-    def earlier_keys(self) -> dict[int, torch.Tensor]:
-        """Return the keys of all batches by layer."""
-        layers = sorted({layer for batch in self.batches for layer in batch.keys})
-        return {
-            layer: torch.cat([batch.keys[layer] for batch in self.batches if layer in batch.keys])
-            for layer in layers
-        }
+    def earlier_keys(self, facts: Sequence[Fact] = ()) -> dict[int, torch.Tensor]:
+        """Return the keys of all batches by layer, of each fact those of the last one.
+
+        Args:
+            facts: Facts that are written now: those written before are left out, for what they had is to go.
+        """
+        seen = {fact.text for fact in facts}
+        found: dict[int, list[torch.Tensor]] = {}
+        for batch in reversed(self.batches):
+            kept = [n for n, fact in enumerate(batch.facts) if fact.text not in seen]
+            seen |= {fact.text for fact in batch.facts}
+            for layer, keys in batch.keys.items():
+                found.setdefault(layer, []).append(keys[kept])
+        return {layer: torch.cat(parts[::-1]) for layer, parts in sorted(found.items())}
 
     def write(self, folder: Path, more: Mapping[str, Any] | None = None) -> None:
         """Write the record into a model's folder.

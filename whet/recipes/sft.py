@@ -143,6 +143,7 @@ def chess() -> SFTConfig:
         out="runs/chess-sft",
         policy=chess_policy("runs/chess-boards"),
         task=replace(CHESS, weights=weights),
+        allowed_coef=4.0,
         num_steps=4500,
         validate_every=1500,
         save_every=500,
