@@ -25,6 +25,7 @@ from whet.inspect.replay.step import Stage, compare
 from whet.recipes.rl import ALGORITHMS
 from whet.rewards.judge.judge import JudgeConfig
 from whet.storage.commit import commit_folder
+from whet.tasks.base import TaskConfig, load_task
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.train import dpo, rft, rl, sft
 from whet.train.optim.safety import TokenBudget
@@ -35,6 +36,12 @@ from whet.types import UserError
 
 OPTIM = OptimConfig(lr=3e-3, warmup_steps=2, token_budget=100)
 COEF = 0.5
+RULED = """
+from whet.tasks.made.arithmetic import Arithmetic
+class Ruled(Arithmetic):
+    def allowed(self, problem):
+        return [(0, [problem.answer, "7", "12"])]
+"""
 PAIRS = [{"prompt": f"{n}+{n}=", "chosen": f"<think></think>{2 * n}", "rejected": f"{n}"} for n in range(8)]
 
 
@@ -54,12 +61,9 @@ def make_runs(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Path]:
     )
     rl.train(rl_config(POLICY, out["ppo"], algo=ALGORITHMS["ppo"](), num_steps=3))
     common: dict[str, Any] = {"policy": POLICY, "optim": OPTIM, "batch_size": 6, "save_every": 2}
-    patch.setattr(
-        Arithmetic, "allowed", lambda self, problem: [(0, [problem.answer, "7", "12"])], raising=False
-    )
-    sft.train(
-        sft.SFTConfig(out=str(out["sft"]), **common, num_steps=3, validation_problems=0, allowed_coef=COEF)
-    )
+    (folder / "ruled.py").write_text(RULED)
+    ruled = {"task": TaskConfig(name=f"{folder / 'ruled.py'}:Ruled"), "allowed_coef": COEF}
+    sft.train(sft.SFTConfig(out=str(out["sft"]), **common, **ruled, num_steps=3, validation_problems=0))
     pairs = str(folder / "pairs.jsonl")
     dpo.train(dpo.DPOConfig(out=str(out["dpo"]), **common, pairs=pairs, num_steps=3, validation_share=0.0))
     round_of: dict[str, Any] = {"num_problems": 6, "num_samples": 2, "steps_per_round": 3}
@@ -283,7 +287,9 @@ def test_a_fault_stands_alone(
     with torch.no_grad():
         dict(policy.model.named_parameters())["model.norm.weight"].fill_(3e38)  # what it makes is not finite
     problems = Arithmetic().problems("train")[:4]
-    rows = [sft.demonstration(policy, problem, rules=Arithmetic()) for problem in problems]
+    config = load_yaml(run / "config.yaml", sft.SFTConfig)
+    rules = sft.rules_of(config, load_task(config.task))
+    rows = [sft.demonstration(policy, problem, rules=rules) for problem in problems]
     drawn = [(0, problem) for problem in problems]
     recorder = Recorder(run, "sft", policy)
     recorder.is_due = False  # the batch is described when the fault is known

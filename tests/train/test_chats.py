@@ -297,11 +297,11 @@ def test_a_run_on_chats_resumes_exactly(
     broken = replace(config, out=str(tmp_path / "broken"))
     original, calls = sft.train_step, [0]
 
-    def dying(*arguments: Any) -> Any:
+    def dying(*arguments: Any, **options: Any) -> Any:
         calls[0] += 1
         if calls[0] == 7:
             raise KeyError
-        return original(*arguments)
+        return original(*arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(sft, "train_step", dying)

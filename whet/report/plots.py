@@ -39,6 +39,7 @@ class Panel:
 FIGURES: dict[str, tuple[Panel, ...]] = {
     "sft": (
         Panel("loss", ("sft/loss", "sft/validation_loss")),
+        Panel("outside what the rules allow", ("sft/outside_rules",)),
         Panel("gradient norm", ("sft/grad_norm",)),
         Panel("consecutive steps skipped", ("sft/skipped",), smooth=False),
         Panel("float16: loss scale", ("sft/loss_scale",), smooth=False),
