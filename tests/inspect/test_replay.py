@@ -288,9 +288,8 @@ def test_a_fault_stands_alone(
         dict(policy.model.named_parameters())["model.norm.weight"].fill_(3e38)  # what it makes is not finite
     problems = Arithmetic().problems("train")[:4]
     config = load_yaml(run / "config.yaml", sft.SFTConfig)
-    rules = sft.rules_of(config, load_task(config.task))
-    rows = [sft.demonstration(policy, problem, rules=rules) for problem in problems]
     drawn = [(0, problem) for problem in problems]
+    rows = sft.encode(config, policy, load_task(config.task), drawn)
     recorder = Recorder(run, "sft", policy)
     recorder.is_due = False  # the batch is described when the fault is known
     recorder.begin(lambda: fit_batch(drawn, rows, policy, OPTIM, token_budget=64, attention="fast"))

@@ -255,6 +255,13 @@ def test_prompt_tokens_get_no_gradient_as_targets(tiny_policy: PolicyConfig) -> 
         assert float((head.grad[index] - head.grad[rest[0]]).norm()) > 0.1
 
 
+USER_TASK = """from whet.tasks.made.arithmetic import Arithmetic
+class Mine(Arithmetic):
+    def allowed(self, problem):
+        return {rule}
+"""
+
+
 class Ruled(Arithmetic):
     """Arithmetic whose answers may as well be one more, or any of three others."""
 
@@ -262,11 +269,18 @@ class Ruled(Arithmetic):
         return [Allowed(0, [problem.answer, str(int(problem.answer) + 1), "7", "71", "4321"])]
 
 
-class Nothing(Arithmetic):
-    """Rules that do not know the answer, as pairs."""
+class Letters(Arithmetic):
+    """Rules that allow a 1 in place of any answer."""
 
-    def allowed(self, problem: Problem) -> list[tuple[int, list[str]]]:
-        return [(0, ["x", "y"])]
+    def allowed(self, problem: Problem) -> list[Allowed]:
+        return [Allowed(0, ["1", problem.answer])]
+
+
+class Nothing(Arithmetic):
+    """Rules that do not know the answer."""
+
+    def allowed(self, problem: Problem) -> list[Allowed]:
+        return [Allowed(0, ["x", "y"])]
 
 
 def test_what_the_rules_allow_in_place_of_each_token(tiny_policy: PolicyConfig) -> None:
@@ -285,6 +299,9 @@ def test_what_the_rules_allow_in_place_of_each_token(tiny_policy: PolicyConfig) 
     longer = sft.demonstration(policy, replace(problem, answer="71"), rules=Ruled())
     assert [bool(own) for own in longer.allowed[-4:]] == [False, True, False, False]
     assert sft.demonstration(policy, problem).allowed == ()
+    # A tag behind the answer holds its letter, too.
+    (row,) = [sft.demonstration(policy, replace(problem, answer="a"), rules=Letters())]
+    assert [bool(own) for own in row.allowed] == [False] * (len(row.allowed) - 2) + [True, False]
     with pytest.raises(UserError, match=r"allowed\(\) gives .* at character 0 of the answer '9', where none"):
         sft.demonstration(policy, replace(problem, answer="9"), rules=Nothing())
 
@@ -345,6 +362,15 @@ def test_a_run_learns_what_its_rules_allow(
     config = make_config(tiny_policy, tmp_path / "run", allowed_coef=1.0)
     with pytest.raises(UserError, match="allowed_coef is not read: arithmetic has no rules"):
         train(config)
+    for name, rule, message in (
+        ("silent", "[]", "allowed_coef is not read: arithmetic has no rules"),
+        ("broken", "1 / 0", r"broken.py line 4: allowed\(\) failed: ZeroDivisionError"),
+        ("strange", "[(0, 'ab')]", r"strange.py: allowed\(\) returned \(0, ab\), expected pairs"),
+    ):
+        file = tmp_path / f"{name}.py"
+        file.write_text(USER_TASK.format(rule=rule))
+        with pytest.raises(UserError, match=message):
+            train(replace(config, task=TaskConfig(name=f"{file}:Mine")))
     monkeypatch.setattr(sft, "load_task", lambda config: Ruled())
     ends = {}
     for coef in (1e-6, 3.0):

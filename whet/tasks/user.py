@@ -18,9 +18,9 @@ from typing import Any
 from whet.sandbox.graders.loading import spec_of
 from whet.sandbox.reentry import importing
 from whet.schema import ANSWER_TYPE_WORDS
-from whet.types import Problem, Turn, UserError
+from whet.types import Allowed, Problem, Turn, UserError
 
-OPTIONAL = ("judge_many", "allowed", "wrong_answer", "other_spellings", "seconds_per_answer")
+OPTIONAL = ("judge_many", "wrong_answer", "other_spellings", "seconds_per_answer")
 """Attributes of the user's class that are passed through: see `whet.eval.audit` and `whet.types.ManyJudge`."""
 _NAME = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
 
@@ -76,8 +76,22 @@ class UserTask:
         for name in OPTIONAL:
             if hasattr(self._task, name):
                 setattr(self, name, getattr(self._task, name))
+        if hasattr(self._task, "allowed"):
+            self.allowed = self._allowed
         if hasattr(self._task, "environment"):
             self.environment = _UserEnvironment(self._task.environment, self._file, self._call)
+
+    def _allowed(self, problem: Problem) -> list[Allowed]:
+        """Return what the user's rules allow in an answer, checked."""
+        found = self._call("allowed()", lambda: [Allowed(*place) for place in self._task.allowed(problem)])
+        for start, texts in found:
+            is_list = isinstance(texts, list | tuple | set | frozenset)
+            if not isinstance(start, int) or not is_list or not all(isinstance(text, str) for text in texts):
+                raise UserError(
+                    f"{self._file}: allowed() returned ({start!r}, {str(texts)[:40]}), expected pairs of a character "
+                    "of the answer and the texts allowed there, such as (0, ['knight', 'bishop'])"
+                )
+        return found
 
     def problems(self, split: str) -> list[Problem]:
         """Return the problems of 'train', 'dev' or 'test'.

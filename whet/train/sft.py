@@ -22,7 +22,6 @@ from whet.ranks.context import Sharing, sharing
 from whet.ranks.fsdp import ParallelConfig, gathered
 from whet.storage.checkpoint import Resume
 from whet.tasks.base import TaskConfig, answer_type_of, load_task, told_of
-from whet.tasks.mixture import Mixture
 from whet.tasks.tools import environment_for
 from whet.telemetry.spans import span
 from whet.telemetry.trackers import TrackConfig
@@ -139,6 +138,7 @@ def load_sft(config: SFTConfig, *, weights: bool = True) -> tuple[Policy, Task, 
     plain = all(kind_of(problem) != "solution" for problem in problems)
     policy = load_trained(config, plain=plain, weights=weights)
     policy.expect(answer_type_of(task))
+    check_rules(config, task, problems)
     return policy, task, problems
 
 
@@ -165,25 +165,44 @@ def demonstrations_of(config: SFTConfig, policy: Policy, problems: Sequence[Prob
     return found
 
 
-def rules_of(config: SFTConfig, task: Task) -> RuledTask | None:
-    """Return the task where a run learns what its rules allow, too.
+def check_rules(config: SFTConfig, task: Task, problems: Sequence[Problem]) -> None:
+    """Refuse a weight of what the rules allow where they say nothing of any answer.
 
     Raises:
-        UserError: If it knows no rules.
+        UserError: If so.
     """
     if not config.allowed_coef:
-        return None
-    parts = task.parts.values() if isinstance(task, Mixture) else [task]
-    if not isinstance(task, RuledTask) or not any(isinstance(part, RuledTask) for part in parts):
+        return
+    ruled = isinstance(task, RuledTask) and any(
+        task.allowed(problem) for problem in problems if kind_of(problem) == "solution"
+    )
+    if not ruled:
         raise UserError(
             f"allowed_coef is not read: {task.name} has no rules that allow several answers; leave it out"
         )
-    return task
 
 
 def is_empty(config: SFTConfig, epoch: int, problem: Problem) -> bool:
     """Say whether a problem's scratch-pad is empty in an epoch."""
     return sequence_seed("empty", config.seed, epoch, problem.uid) / 2**63 < config.empty_thinking_share
+
+
+def encode(
+    config: SFTConfig, policy: Policy, task: Task, drawn: Sequence[tuple[int, Problem]]
+) -> list[TrainingSequence]:
+    """Return the training sequences of drawn problems.
+
+    Args:
+        config: The run's settings.
+        policy: Renders and encodes them.
+        task: Their task.
+        drawn: Epoch and problem, from the data order.
+    """
+    rules = task if config.allowed_coef and isinstance(task, RuledTask) else None
+    return [
+        demonstration(policy, problem, empty=is_empty(config, epoch, problem), rules=rules)
+        for epoch, problem in drawn
+    ]
 
 
 def train_step(
@@ -226,14 +245,12 @@ def train_step(
         loss = weighted_sum(-logprobs_M, micro.weights_M, num_trained_tokens)
         if not allowed_coef or micro.allowed is None:
             return loss, {}
-        ruled_R = torch.tensor(micro.allowed.starts, device=policy.device).diff().nonzero()[:, 0]
+        found_R = torch.tensor(micro.allowed.starts).diff().nonzero()[:, 0]
+        ruled_R = found_R.to(policy.device)
         part = replace(micro, kept=micro.allowed)
         if micro.split is None:  # ranks that share it compute all tokens
-            kept = kept_of(micro.allowed, ruled_R)
-            part, hidden_MD = (
-                replace(micro, targets_M=micro.targets_M[ruled_R], kept=kept),
-                hidden_MD[ruled_R],
-            )
+            part = replace(micro, targets_M=micro.targets_M[ruled_R], kept=kept_of(micro.allowed, found_R))
+            hidden_MD = hidden_MD[ruled_R]
         among, _ = policy.score(part, hidden_MD=hidden_MD)
         among_R = among if micro.split is None else among[ruled_R]
         outside = (among_R - logprobs_M[ruled_R]).sum()
@@ -309,7 +326,6 @@ def check(config: SFTConfig, resume: Resume) -> None:
     policy, task, problems = load_sft(resolve_precision(config), weights=False)
     environment_for(policy.schema, task)
     learnt = demonstrations_of(config, policy, problems)
-    rules_of(config, task)
     validation_rows(config, policy, task)
     end_check(config, [*told_of(task, len(learnt.problems)), *learnt.notes], resume=resume)
 
@@ -339,7 +355,6 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     policy, task, problems = load_sft(config)
     environment_for(policy.schema, task)  # fails here, before anything is created, if a tool is missing
     learnt = demonstrations_of(config, policy, problems)
-    rules = rules_of(config, task)
     kept = learnt.problems
     held_out = validation_rows(config, policy, task)
     notes = [*learnt.notes, *learn_ends(policy, learnt.end_ids)]
@@ -347,19 +362,17 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     write_origin(config, kept, task)
     encoded: dict[tuple[int, bool], TrainingSequence] = {}
 
-    def encode(epoch: int, problem: Problem) -> TrainingSequence:
-        empty = is_empty(config, epoch, problem)
+    def learnt_of(epoch: int, problem: Problem) -> TrainingSequence:
         # Two conversations may begin alike, and have one uid; the objects in `kept` live as long as the cache.
-        sequence = encoded.get((id(problem), empty)) or demonstration(
-            policy, problem, empty=empty, rules=rules
-        )
+        key = id(problem), is_empty(config, epoch, problem)
+        sequence = encoded.get(key) or encode(config, policy, task, [(epoch, problem)])[0]
         if len(encoded) < CACHED_DEMONSTRATIONS:
-            encoded[id(problem), empty] = sequence
+            encoded[key] = sequence
         return sequence
 
     def train_batch(drawn: Sequence[tuple[int, Problem]], budget: TokenBudget) -> StepResult:
         with span("pack"):
-            rows = [encode(*item) for item in drawn]
+            rows = [learnt_of(*item) for item in drawn]
         found = train_step(policy, rows, config.optim, budget, allowed_coef=config.allowed_coef)
         return StepResult(*found, batch=rows)
 

@@ -62,8 +62,14 @@ def test_gold_pays_most_and_hostile_answers_nothing(name: str) -> None:
     assert CHESS_SUMS.keys() == TOTALS.keys() | SHAPED.keys()
 
 
-@pytest.mark.parametrize("name", ["chess-env", "chess-moves", "chess-policy", "chess-reason"])
-@needs_engine
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chess-env",
+        "chess-moves",
+        *(pytest.param(name, marks=needs_engine) for name in ("chess-policy", "chess-reason")),
+    ],
+)
 def test_what_the_rules_allow_where_an_answer_names_a_move(name: str) -> None:
     options = {"nodes": 100} if name in ("chess-policy", "chess-reason") else {}
     loaded = load_task(TaskConfig(name="mixture", weights={name: 1.0}, num_problems=24, **options))

@@ -26,15 +26,7 @@ from whet.train.rl_config import RLConfig
 from whet.train.rollout.order import data_order
 from whet.train.rollout.rollout import Rollout
 from whet.train.setup import RLSetup, load_rl
-from whet.train.sft import (
-    SFTConfig,
-    demonstration,
-    demonstrations_of,
-    is_empty,
-    load_sft,
-    rules_of,
-    train_step,
-)
+from whet.train.sft import SFTConfig, demonstrations_of, encode, load_sft, train_step
 from whet.types import Group, Problem, Task
 
 # Results of a diagnosis: components, each with facts, checks, tables and bars.
@@ -178,10 +170,7 @@ class Subject:
         kept = demonstrations_of(run, self.policy, problems).problems
         drawn = data_order(task, kept, run.seed).next(run.batch_size)
         self.problems = [problem for _, problem in drawn]
-        rules = rules_of(run, task)
-        return [
-            demonstration(self.policy, p, empty=is_empty(run, epoch, p), rules=rules) for epoch, p in drawn
-        ]
+        return encode(run, self.policy, task, drawn)
 
     def _sample(self, run: RLConfig, setup: RLSetup) -> None:
         """Sample and score the first step's groups."""

@@ -504,10 +504,6 @@ def _demonstrations(
         return skipped("prompts", "sampled tokens, as recorded")
     task = load_task(config.task)
     policy.expect(answer_type_of(task))
-    rules = sft.rules_of(config, task)
     problems = [(row["epoch"], Problem(**row["problem"])) for row in rows]
-    here = [
-        sft.demonstration(policy, problem, empty=sft.is_empty(config, epoch, problem), rules=rules)
-        for epoch, problem in problems
-    ]
+    here = sft.encode(config, policy, task, problems)
     return compare_ids("prompts and texts", list(zip(recorded, here, strict=True)))

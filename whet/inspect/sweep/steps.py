@@ -27,15 +27,7 @@ from whet.train.rl_config import RLConfig
 from whet.train.rollout.order import data_order
 from whet.train.rollout.source import KEPT_CACHE
 from whet.train.setup import load_rl
-from whet.train.sft import (
-    SFTConfig,
-    demonstration,
-    demonstrations_of,
-    is_empty,
-    load_sft,
-    rules_of,
-    train_step,
-)
+from whet.train.sft import SFTConfig, demonstrations_of, encode, load_sft, train_step
 from whet.types import Group, Problem, Sample
 
 LR = 0.0
@@ -156,11 +148,9 @@ class FineTuning(Steps):
         super().__init__(policy)
         kept = demonstrations_of(run, self.policy, problems).problems
         drawn = data_order(task, kept, run.seed).next(run.batch_size)
-        rules = rules_of(run, task)
-        self._first = [
-            demonstration(self.policy, p, empty=is_empty(run, epoch, p), rules=rules) for epoch, p in drawn
-        ]
-        every = [demonstration(self.policy, problem, rules=rules) for problem in kept]
+        self._first = encode(run, self.policy, task, drawn)
+        whole = replace(run, empty_thinking_share=0.0)
+        every = encode(whole, self.policy, task, [(0, problem) for problem in kept])
         self._longest = _top(every, run.batch_size, lambda sequence: sequence.num_tokens)
         self.longest = self._longest[0].num_tokens
         self.update = sum(sequence.num_tokens for sequence in self._longest)

@@ -26,6 +26,8 @@ TooLong = Literal["skip", "cut"]
 TOOLS, TOOL_CALLS = "tools", "tool_calls"
 """Labels in a problem's `meta`: JSON lists of the functions that a conversation may call, and of the calls of its
 reply."""
+MARK = "\ue000"
+"""Stands for an answer, to find its place."""
 FEW = 4
 """Demonstrations below which a warning is due."""
 TURNS, CUT = "turns", "cut"
@@ -161,9 +163,7 @@ def demonstration(
     thinking = "" if empty else None
     ids, trained = policy.solution(problem, thinking=thinking)
     places = () if rules is None else rules.allowed(problem)
-    allowed = (
-        _allowed(policy, problem, places, policy.solution_text(problem, thinking), ids) if places else ()
-    )
+    allowed = _allowed(policy, problem, places, thinking, ids) if places else ()
     allowed = tuple(compress(allowed, trained)) if trained else allowed
     return TrainingSequence(
         prompt_ids=policy.prompt_ids(problem), completion_ids=ids, trained=trained, allowed=allowed
@@ -171,7 +171,7 @@ def demonstration(
 
 
 def _allowed(
-    policy: Policy, problem: Problem, places: Sequence[Allowed], text: str, ids: Sequence[int]
+    policy: Policy, problem: Problem, places: Sequence[Allowed], thinking: str | None, ids: Sequence[int]
 ) -> tuple[str, ...]:
     """Return what may stand in place of each token of a worked answer (`TrainingSequence.allowed`).
 
@@ -182,16 +182,21 @@ def _allowed(
         policy: Its tokenizer.
         problem: The problem.
         places: What its task allows.
-        text: Text of the demonstration; the answer is its last part.
-        ids: Its ids.
+        thinking: The demonstration's, as `Policy.solution` takes it.
+        ids: The demonstration's ids.
 
     Raises:
         UserError: If an answer's own text is not among those that are allowed in its place.
     """
+    text = policy.solution_text(problem, thinking)
     spans = policy.tokenizer.spans(text)
     if [index for index, _, _ in spans] != list(ids[: len(spans)]):
         return ()  # a tool's results are read piece by piece
-    vocab, before = policy.model.config.vocab_size, text.rfind(problem.answer)
+    # A tag behind the answer may hold its letters, too.
+    head, _, tail = policy.solution_text(replace(problem, answer=MARK), thinking).partition(MARK)
+    is_there = text == head + problem.answer + tail
+    before = len(head) if is_there else text.rfind(problem.answer)  # the solution ended with it
+    vocab = policy.model.config.vocab_size
     found = [""] * len(ids)
     for first, texts in places:
         start = before + first
