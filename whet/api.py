@@ -837,6 +837,7 @@ def edit(
     facts: Rows | str | Path,
     method: MethodName = "memit",
     *,
+    keep: Rows | str | Path = (),
     batch_size: int = 0,
     prose: str = "",
     writes: bool = False,
@@ -850,6 +851,7 @@ def edit(
         facts: Dicts with `subject`, `prompt` (with {} in its place) and `target`; further `true`, `paraphrases` and
             `neighbours`, for the metrics; or a file (docs/editing.md).
         method: memit, rome, r-rome, alphaedit, ft or lora.
+        keep: Facts that are to stay as they are (memit, alphaedit), laid out like the others but for the target.
         batch_size: Facts that are written together; 0 for all.
         prose: A text whose keys edits leave alone; default: text that the model writes itself.
         writes: Let the model write about each subject, too, for fluency and consistency.
@@ -874,6 +876,8 @@ def edit(
             editor = editing.open_editor(copied.loaded, name)
         else:
             editor = Editor(copied.loaded, name, editor.record.copy())
+        staying: Any = keep if isinstance(keep, (str, Path)) else list(keep)
+        editor.set_kept(read_facts(staying, needs_target=False) if staying else ())
         editor.check(wanted, config)
         if prose:
             editor.set_prose(prose, editing.PROSE_TOKENS, seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from patient import EATS, HOMES, LIVES, PEOPLE, TASTES, patient, says
 from whet.editing.editor import Editor, MethodConfig, report_of
 from whet.editing.facts import Fact, read_facts
 from whet.editing.memory import solve
-from whet.editing.methods import TuneConfig
+from whet.editing.methods import TuneConfig, mean_keys
 from whet.editing.record import Record
 from whet.editing.sites import Reader, chosen_memories
 from whet.editing.statistics import digest_of
@@ -158,6 +159,45 @@ def test_a_fact_that_is_written_again_is_not_held_where_it_was(editor: Editor) -
     worst = float((delta.right_RF.double() - wanted_EF).norm() / wanted_EF.norm())
     assert worst < 1e-5  # stored in float32
     editor.undo()
+
+
+@pytest.mark.parametrize("method", ["memit", "alphaedit"])
+def test_facts_that_are_to_stay_hold_their_keys(editor: Editor, method: Any) -> None:
+    """They are keys whose values do not change, as those of earlier edits are; and nothing else differs."""
+    wanted = facts(3)
+    config = MethodConfig(
+        method=method,
+        layers=(1,),
+        num_contexts=2,
+        context_tokens=3,
+        prose_weight=0.5,
+        null_share=0.9,
+        target=TargetConfig(steps=10),
+    )
+    staying = read_facts([{"subject": p, "prompt": LIVES[2]} for p in PEOPLE[3:9]], needs_target=False)
+    (memory,) = chosen_memories(editor.policy.model, (1,))
+    held_EF = mean_keys(editor.reader, [memory], staying, editor._contexts_of(config, 0))[1]
+
+    def moved(kept: list[Fact]) -> float:
+        editor.set_kept(kept)
+        batch = editor.write(wanted, config)
+        (delta,) = batch.deltas.values()
+        assert batch.settings["kept"] == len(kept)
+        if method == "memit" and kept:
+            (moment,) = editor._moments([memory], 0).values()
+            keys = batch.keys[1].double()
+            expected = solve(0.5 * moment + keys.t() @ keys + held_EF.t() @ held_EF, keys.t()).t()
+            assert float((delta.right_RF.double() - expected).norm() / expected.norm()) < 1e-5
+        editor.undo()
+        change_DF = delta.left_DR.double() @ delta.right_RF.double()
+        return float((held_EF @ change_DF.t()).norm())
+
+    assert moved(staying) < 0.3 * moved([])
+    editor.set_kept([*staying, *wanted[:1]])
+    with pytest.raises(UserError, match=r"fact 1: '.*' is to stay, and fact 1 writes it; take it out"):
+        editor.check(wanted, config)
+    with pytest.raises(UserError, match="keep: read by memit and alphaedit, not by rome; leave it out"):
+        editor.check(wanted, replace(config, method="rome"))
 
 
 def test_what_did_not_take_is_written_again(editor: Editor, monkeypatch: pytest.MonkeyPatch) -> None:

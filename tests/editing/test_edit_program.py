@@ -85,9 +85,10 @@ def test_command_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "<script>" in page
     assert not same(folder, first)
 
-    more = tmp_path / "more.csv"
+    more, stays = tmp_path / "more.csv", tmp_path / "stays.csv"
     more.write_text("subject,prompt,target\nCid Fir,{} lives in,Bern\n".replace("Fir", "Yew"))
-    run("edit", first, "--facts", more, "--out", second, *options)
+    stays.write_text("subject,prompt\nBen Elm,{} lives in\nCid Yew,{} eats\n")
+    run("edit", first, "--facts", more, "--keep", stays, "--out", second, *options)
     run("edit", second, "--list")
     said = capsys.readouterr().out
     assert "2 batches, 3 facts" in said
@@ -148,12 +149,22 @@ def test_what_writes_more_is_said_where_facts_are_missing(nll: float, written: b
 def test_refusals_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
     rows, out = tmp_path / "facts.jsonl", tmp_path / "out"
     rows.write_text("".join(json.dumps(row) + "\n" for row in (FACTS[0], FACTS[0] | {"target": "Lima"})))
-    empty, broken = tmp_path / "empty.csv", tmp_path / "broken.jsonl"
+    empty, broken, one = (tmp_path / name for name in ("empty.csv", "broken.jsonl", "one.jsonl"))
+    one.write_text(json.dumps(FACTS[0]) + "\n")
     empty.write_text("subject,prompt,target\n")
     broken.write_text('{"subject": "a",\n')
     for words, message in (
         (["edit", folder, "--facts", rows, "--out", out], "contradict each other"),
         (["edit", folder, "--facts", rows], "out is empty"),
+        (
+            ["edit", folder, "--facts", one, "--keep", one, "--out", out],
+            r"one.jsonl row 1: 'You can visit Ann Oak in' is to stay, and one.jsonl row 1 writes it",
+        ),
+        (
+            ["edit", folder, "--facts", one, "--keep", rows, "--method", "ft", "--out", out],
+            "keep: read by memit and alphaedit, not by ft",
+        ),
+        (["edit", folder, "--undo", "--keep", one, "--out", out], "facts, keep, records: --undo reads"),
         (["edit", folder, "--out", out], "no facts"),
         (["edit", folder, "--undo", "--out", out], "no edits.json, so no edits to read"),
         (["edit", folder, "--facts", tmp_path / "none.jsonl", "--out", out], "no such file"),
@@ -180,6 +191,11 @@ def test_python(folder: Path, tmp_path: Path) -> None:
     assert [row["target"] for row in edit.table] == ["Oslo", "kale"]
     for name, tensor in policy.loaded.model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+    staying = [{"subject": "Cid Yew", "prompt": "{} eats"}]
+    held = whet.edit(
+        policy, FACTS, keep=staying, layers=(0, 1), num_contexts=1, context_tokens=2, prose_weight=1e-3
+    )
+    assert held.record["batches"][0]["settings"]["kept"] == 1
     again = whet.edit(
         edit.policy,
         [{"subject": "Cid Yew", "prompt": "{} eats", "target": "plum"}],

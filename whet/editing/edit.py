@@ -18,6 +18,7 @@ from whet.editing.editor import (
     Editor,
     KnownTask,
     MethodConfig,
+    check_kept,
     known_problems,
     report_of,
 )
@@ -44,6 +45,8 @@ class EditConfig:
     facts: str = ""
     """File of facts (.jsonl, .json, .csv, .parquet) with subject, prompt (with {} in the subject's place) and target;
     CounterFact's layouts are read, too."""
+    keep: str = ""
+    """memit, alphaedit: file of facts, laid out like the others, that are to stay as they are; they need no target."""
     out: str = ""
     """New folder: a model folder, with edits.json, the changes by themselves, and edit.html."""
     edit: MethodConfig = field(default_factory=MethodConfig)
@@ -88,10 +91,12 @@ class EditConfig:
             raise ValueError("policy.quantize: weights in few bits cannot be edited; leave it out")
         if self.undo and self.list:
             raise ValueError("undo, list: give one of them")
-        if (self.undo or self.list) and (self.facts or self.records):
+        if (self.undo or self.list) and (self.facts or self.keep or self.records):
             raise ValueError(
-                f"facts, records: --{'undo' if self.undo else 'list'} reads no facts; leave them out"
+                f"facts, keep, records: --{'undo' if self.undo else 'list'} reads no facts; leave them out"
             )
+        if self.keep and not self.facts:
+            raise ValueError("keep: read beside facts that are written; give --facts, or leave it out")
         if not (self.undo or self.list or self.facts or self.records):
             raise ValueError("no facts: give a file, as in --facts facts.jsonl")
         if not self.out and not self.list:
@@ -115,6 +120,7 @@ def plan(config: EditConfig) -> str:
         {
             "model": config.policy.init,
             "facts": len(facts),
+            "facts that stay": len(_kept(config)),
             "method": config.edit.method,
             "layers": ", ".join(map(str, config.edit.layers)) or "found by causal tracing",
             "prose": config.prose or f"{OWN_TOKENS:,} tokens that the model writes",
@@ -129,8 +135,10 @@ def check(config: EditConfig, resume: bool) -> None:
         UserError: As the work would.
     """
     find_model(config.policy.init)
-    for warning in check_facts(_facts(config)) if config.facts else ():
+    facts = _facts(config) if config.facts else []
+    for warning in check_facts(facts):
         print(f"warning: {warning}")
+    check_kept(_kept(config), facts, config.edit.method)
     if config.task:
         known_problems(config.task, config.num_problems)
     if config.out:
@@ -141,6 +149,10 @@ def check(config: EditConfig, resume: bool) -> None:
 def _facts(config: EditConfig) -> list[Fact]:
     facts = read_facts(config.facts)
     return facts[: config.num_facts] if config.num_facts else facts
+
+
+def _kept(config: EditConfig) -> list[Fact]:
+    return read_facts(config.keep, needs_target=False) if config.keep else []
 
 
 def main(config: EditConfig) -> None:
@@ -167,6 +179,8 @@ def edit(config: EditConfig) -> dict[str, Any]:
     """
     facts = _facts(config) if config.facts else []
     check_facts(facts)
+    kept = _kept(config)
+    check_kept(kept, facts, config.edit.method)
     prose = _prose(config.prose) if config.prose else ""
     text = read_text(config.text)
     check_folder(Path(config.out), resumable=False)
@@ -174,6 +188,7 @@ def edit(config: EditConfig) -> dict[str, Any]:
     editor = open_editor(policy, config.policy.init)
     for folder in config.records:
         compose(editor, Path(folder))
+    editor.set_kept(kept)
     warnings = editor.check(facts, config.edit)
     text = _spelt(policy, text)
     known = (

@@ -41,6 +41,8 @@ from whet.stats import bootstrap_interval, mcnemar_exact, share_interval
 from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task
 from whet.types import Problem, Task, UserError
 
+KEEPING: tuple[MethodName, ...] = ("memit", "alphaedit")
+"""Methods that can be given facts that stay."""
 TRACED_FACTS = 8
 """Facts whose layer is searched by causal tracing, where none was given."""
 PROSE_TOKENS = 100_000
@@ -98,6 +100,22 @@ class MethodConfig:
             raise ValueError(f"null_share = {self.null_share}: expected a share between 0 and 1")
         if not (math.isfinite(self.ridge) and self.ridge > 0):
             raise ValueError(f"ridge = {self.ridge}: expected a number above 0")
+
+
+def check_kept(kept: Sequence[Fact], facts: Sequence[Fact], method: MethodName) -> None:
+    """Refuse facts that are to be written and to stay, and methods that know of no keys to keep.
+
+    Raises:
+        UserError: At the first.
+    """
+    if kept and method not in KEEPING:
+        raise UserError(f"keep: read by {' and '.join(KEEPING)}, not by {method}; leave it out")
+    asked = {fact.text.casefold(): fact for fact in facts}
+    for fact in kept:
+        if (found := asked.get(fact.text.casefold())) is not None:
+            raise UserError(
+                f"{fact.where}: {fact.text[:60]!r} is to stay, and {found.where} writes it; take it out of one of them"
+            )
 
 
 @dataclass(kw_only=True)
@@ -197,10 +215,12 @@ class Editor:
         self.record = record or Record(model=name, digest=digest_of(policy.model))
         self._cache = cache
         self._windows: list[tuple[int, ...]] = []
+        self._kept: tuple[Fact, ...] = ()
         self._contexts: dict[tuple[int, int, int], Contexts] = {}
 
     def check(self, facts: Sequence[Fact], method: MethodConfig) -> list[str]:
         """Refuse facts that contradict or repeat each other; return what is worth a warning. Changes nothing."""
+        check_kept(self._kept, facts, method.method)
         warnings = check_facts(facts)
         for fact in facts:
             warnings += tokenisation_traps(self.policy.tokenizer, fact)
@@ -220,6 +240,10 @@ class Editor:
             self._windows = windows_of(self.policy, text, tokens)
         else:
             self._windows = own_prose(self.policy, tokens, seed)
+
+    def set_kept(self, facts: Sequence[Fact]) -> None:
+        """Choose facts that edits leave alone, whatever they complete to: their keys count as much as an edit's."""
+        self._kept = tuple(facts)
 
     def layers_for(self, facts: Sequence[Fact], method: MethodConfig, seed: int = 0) -> tuple[int, ...]:
         """Return the layers to write into: those given, or the ones that causal tracing finds."""
@@ -286,7 +310,7 @@ class Editor:
         memories = chosen_memories(self.policy.model, layers) if layers else []
         tell("contexts")
         contexts = self._contexts_of(method, seed)
-        check_length(self.reader, facts, contexts)
+        check_length(self.reader, [*facts, *self._kept], contexts)
         moments: dict[int, torch.Tensor] = {}
         if method.method in LOCATED:
             tell("statistics")
@@ -312,6 +336,7 @@ class Editor:
             keys={layer: keys.cpu() for layer, keys in change.keys.items()},
             settings={
                 "seed": seed,
+                "kept": len(self._kept),
                 **{k: v for k, v in to_dict(method).items() if k not in ("method", "layers")},
             },
             norms=change.norms,
@@ -389,6 +414,7 @@ class Editor:
             targets=method.target,
             weight=method.ridge if is_alpha else method.prose_weight or float(width),
             earlier=self.record.earlier_keys(facts),
+            kept=self._kept,
             null_share=method.null_share if is_alpha else None,
             advance=advance,
         )

@@ -127,6 +127,7 @@ def spread_over_layers(
     targets: TargetConfig,
     weight: float,
     earlier: Mapping[int, torch.Tensor],
+    kept: Sequence[Fact] = (),
     null_share: float | None = None,
     advance: Advance = lambda count: None,
 ) -> Change:
@@ -144,6 +145,7 @@ def spread_over_layers(
         targets: How target vectors are searched.
         weight: MEMIT: of prose; AlphaEdit: of the change's size, in units of the mean square of the projected keys.
         earlier: Keys of earlier edits by layer, which keep their values.
+        kept: Facts whose keys keep their values, too.
         null_share: AlphaEdit's share of the trace (`null_space`); None for MEMIT.
         advance: Called with the number of facts whose target is found.
 
@@ -168,12 +170,15 @@ def spread_over_layers(
             missing_ED = (wanted_ED - residual_stream(reader, last.layer, facts)) / memory.scale
         missing_ED = missing_ED / (len(memories) - place)
         moment, before = moments[memory.layer].to(keys_EF.device), earlier.get(memory.layer)
+        if kept:
+            kept_EF = mean_keys(reader, [memory], kept, contexts)[memory.layer]
+            before = kept_EF if before is None else torch.cat([before.to(kept_EF), kept_EF])
         if null_share is not None:
             free_FF = null_space(moment, null_share)
             ridge = weight * float((keys_EF @ free_FF).square().sum(1).mean())
             delta = project(missing_ED, keys_EF, free_FF, before, ridge)
         else:
-            if before is not None:  # earlier edits count as much as these
+            if before is not None:  # what is to stay counts as much as these
                 moment = moment + before.double().t() @ before.double() / weight
             delta = spread(missing_ED, keys_EF, moment, weight)
         change.put(memory, delta)

@@ -126,7 +126,7 @@ def chess_boards() -> SFTConfig:
             beta2=0.98,
             weight_decay=0.05,
         ),
-        num_steps=1400,
+        num_steps=2800,
         batch_size=16,
         validation_problems=256,
         validate_every=700,
@@ -142,10 +142,10 @@ def chess() -> SFTConfig:
         boards,
         out="runs/chess-sft",
         policy=chess_policy("runs/chess-boards"),
-        task=replace(CHESS, weights=weights),
+        task=replace(CHESS, weights=weights, num_problems=40_000),
         allowed_coef=4.0,
-        num_steps=4500,
-        validate_every=1500,
+        num_steps=7000,
+        validate_every=1750,
         save_every=500,
     )
 
