@@ -151,7 +151,9 @@ REWARDS = {
 def one_line(status: int, output: str) -> str:
     """Return what is wrong with a refusal; '' for one line and status 2."""
     if "Traceback" in output:
-        return f"traceback: {output.strip().splitlines()[-1][:200]}"
+        lines = output.strip().splitlines()
+        place = next((line.strip() for line in reversed(lines) if line.lstrip().startswith("File ")), "")
+        return f"traceback: {lines[-1][:200]}, {place}"
     if status != 2:
         return f"status {status}, expected 2: {output.strip()[-200:]}"
     if output.count("whet: error: ") != 1:

@@ -22,9 +22,9 @@ import torch
 from safetensors.torch import load_file
 
 from whet.generate.policy import Policy, PolicyConfig
-from whet.storage import commit
-from whet.storage.checkpoint import LogHashes, Sameness, load_step, saved_steps, step_folder
-from whet.train import sft
+from whet.storage import checkpoint, commit
+from whet.storage.checkpoint import LogHashes, Sameness, load_step, save_step, saved_steps, step_folder
+from whet.train import session, sft
 from whet.train.optim.safety import SafetyConfig, TokenBudget, rehearse, set_deterministic
 from whet.train.optim.step import OptimConfig, forward_backward
 from whet.train.session import Stopped, Writer
@@ -146,12 +146,33 @@ def test_a_run_whose_folder_is_gone_keeps_its_weights_and_stops(
         assert weights(tmp_path / "run", 8) == weights(tmp_path / "straight", 8)
 
 
+@pytest.mark.parametrize("moment", ["before", "inside", "after"])
+def test_a_folder_that_goes_while_a_checkpoint_is_written(
+    moment: str, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+
+    def save_and_remove(folder: Path, step: int, **rest: Any) -> None:
+        if moment == "before":
+            shutil.rmtree(run)
+        if moment == "inside":
+            monkeypatch.setattr(checkpoint, "_steps", lambda _: shutil.rmtree(run, ignore_errors=True) or [])
+        save_step(folder, step, **rest)
+        if moment == "after":
+            shutil.rmtree(run)
+
+    monkeypatch.setattr(session, "save_step", save_and_remove)
+    with pytest.raises(UserError, match=r"removed while .*; the weights of step 6 are in .*run-rescued$"):
+        train(make_config(tiny_policy, run, save_every=6))
+    assert (tmp_path / "run-rescued" / "model.safetensors").is_file()
+
+
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     program = """
 import os, signal, sys, time
 from whet.recipes.sft import RECIPES
 from whet.tasks.made import arithmetic
-from whet.train import sft
+from whet.train import session, sft
 from dataclasses import replace
 arithmetic.NUM_PROBLEMS = 500
 def step(*_, **__):
@@ -182,7 +203,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the tests were started 
 from dataclasses import replace
 from whet.recipes.sft import RECIPES
 from whet.tasks.made import arithmetic
-from whet.train import sft
+from whet.train import session, sft
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 arithmetic.NUM_PROBLEMS = 500
 config = replace(RECIPES["demo"](), out=sys.argv[1], validation_problems=0, save_every=10**6, num_steps=10**6)

@@ -108,7 +108,7 @@ def student(halfway: Any, folder: Path) -> PolicyConfig:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in policy.model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator) * parameter.std())
+            parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator) * parameter.std())
     policy.save(folder)
     return replace(halfway.policy, init=str(folder))
 
@@ -122,7 +122,7 @@ def make_config(halfway: Any, folder: Path, **changes: Any) -> RLConfig:
         sampling=SamplingParams(max_new_tokens=12),
         algo=distill(),
         teacher=TeacherConfig(init=halfway.policy.init),
-        optim=OptimConfig(lr=3e-3, warmup_steps=1, token_budget=200),
+        optim=OptimConfig(lr=1e-3, warmup_steps=1, token_budget=200),
         num_steps=12,
         num_prompts=16,
         group_size=1,
@@ -138,14 +138,14 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_teacher_alone_pulls_the_policy_to_itself(kind: Any, halfway: Any, tmp_path: Path) -> None:
-    config = make_config(halfway, tmp_path)
+    config = make_config(halfway, tmp_path, num_prompts=32, num_steps=24)
     rl.train(replace(config, teacher=replace(config.teacher, kind=kind)))
     rows = metrics(tmp_path / "run")
-    first, last = (sum(row["rl/teacher_kl"] for row in part) / 3 for part in (rows[:3], rows[-3:]))
-    assert last < 0.6 * first
+    first, last = (sum(row["rl/teacher_kl"] for row in part) for part in (rows[:4], rows[-4:]))
+    assert last < 0.6 * first  # 0.02 to 0.29 of it, for four seeds, two kernels and both kinds
     # Sampler and trainer agree bitwise on a CPU, so the ratio is exactly 1.
     assert all(row["rl/ratio_drift"] == 0 for row in rows)
-    assert all(row["rl/groups_with_signal"] > 12 for row in rows)  # a prompt may come twice
+    assert all(row["rl/groups_with_signal"] > 12 for row in rows)  # of 36 problems some come twice
     assert all("rl/kl" not in row for row in rows)
 
 

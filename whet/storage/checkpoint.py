@@ -324,7 +324,10 @@ def save_step(
 
 def _purge(run: Path, keep: int) -> None:
     """Remove all checkpoints but the newest ones, and what was recorded of the step after each."""
-    oldest = saved_steps(run)[-max(keep, 2) :][0]
+    saved = saved_steps(run)
+    if not saved:  # somebody has just removed them
+        return
+    oldest = saved[-max(keep, 2) :][0]
     for old in _steps(run):
         if old < oldest:
             remove(step_folder(run, old))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -601,8 +601,7 @@ class Session:
         best = self._folder / "checkpoints" / "best"
 
         def write_best() -> None:
-            if place := displaced(self._folder):
-                self._rescue(step, place, weights)
+            self._check_place(step, weights)
             self._check_space(size)
             if is_best:
                 with commit_folder(best) as temporary:
@@ -610,7 +609,9 @@ class Session:
 
         def write() -> None:
             on_main(write_best)
-            if training:
+            if not training:
+                return
+            try:
                 save_step(
                     self._folder,
                     step,
@@ -620,6 +621,9 @@ class Session:
                     logs=logs,
                     keep=self._config.keep,
                 )
+            finally:
+                if not is_distributed():
+                    self._check_place(step, weights)
 
         is_last = bool(self._stop) or step == self._num_steps
         self._writer.submit(lambda: self._or_continue(write, is_last=is_last))
@@ -633,8 +637,10 @@ class Session:
             name: tensor.detach().to("cpu", copy=self._config.background) for name, tensor in tensors.items()
         }
 
-    def _rescue(self, step: int, place: str, weights: Mapping[str, torch.Tensor]) -> NoReturn:
+    def _check_place(self, step: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Keep the weights of a run whose folder is gone, and end it."""
+        if not (place := displaced(self._folder)):
+            return
         rescue = self._folder.with_name(f"{self._folder.name}-rescued")
         with commit_folder(rescue) as temporary:
             self._policy.save(temporary, weights)

@@ -139,22 +139,24 @@ static void rows_any(int R, const typename Product<W>::Row* a, long lda, const W
   }
 }
 
-// Rows in the type that products read: unchanged, or widened once per task.
-template <typename R, typename T> static const R* as_rows(const T* a, long lda, long rows, long K, long* stride) {
-  if constexpr (std::is_same<R, T>::value) {
-    *stride = lda;
-    return a;
-  } else {
-    static thread_local Scratch memory;
-    float* wide = memory.need(rows * (K + 16));
-    *stride = K;
-    for (long r = 0; r < rows; ++r) {
-      long k = 0;
-      for (; k + 16 <= K; k += 16) store(wide + r * K + k, load(a + r * lda + k));
-      for (; k < K; ++k) wide[r * K + k] = get(a[r * lda + k]);
-    }
-    return wide;
+// Rows as products read them: in their type, and in whole steps. Unchanged, or copied once per task: widened, or with
+// a 0 at their end. (A step over the end of a row would read what follows it, which times 0 is not 0 if it is not finite.)
+template <typename W, typename T> static const typename Product<W>::Row* as_rows(const T* a, long lda, long rows, long K, long* stride) {
+  typedef typename Product<W>::Row R;
+  constexpr bool same = std::is_same<R, T>::value;
+  *stride = same && K % Product<W>::STEP == 0 ? lda : steps_of<W>(K) * Product<W>::STEP;
+  if constexpr (same)
+    if (K % Product<W>::STEP == 0) return a;
+  static thread_local Scratch memory;
+  R* copy = (R*)memory.need(rows * (*stride + 16));
+  for (long r = 0; r < rows; ++r) {
+    R* to = copy + r * *stride;
+    long k = 0;
+    for (; k + 16 <= K; k += 16) store(to + k, load(a + r * lda + k));
+    for (; k < K; ++k) put(to + k, get(a[r * lda + k]));
+    for (; k < *stride; ++k) put(to + k, 0.0f);
   }
+  return copy;
 }
 
 // Some rows times some panels of a weight.
@@ -194,7 +196,7 @@ static void gemm(const T* a, long lda, long M, long K, const Weight* weights, in
     const Task& task = tasks[n];
     const Weight& weight = weights[task.weight];
     long stride;
-    const auto* rows = as_rows<typename Product<W>::Row>(a + task.row * lda, lda, task.rows, K, &stride);
+    const auto* rows = as_rows<W>(a + task.row * lda, lda, task.rows, K, &stride);
     O* out = (O*)weight.out + task.row * weight.ldc;
     block<W, O, false>(rows, stride, task.rows, (const W*)weight.packed, K, out, weight, task.panel, task.last);
     for (const Term* term = weight.terms; term < weight.terms + weight.count; ++term)
