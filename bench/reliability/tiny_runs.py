@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import hashlib
 import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -42,6 +43,7 @@ import whet.train.dpo
 import whet.train.rft
 import whet.train.rl  # noqa: F401 - loaded before the fork, as all programs
 from whet.__main__ import main as whet_main
+from whet.recipes.models import seeing_model
 from whet.tasks.made import arithmetic, products
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.tasks.made.products import Products
@@ -97,12 +99,27 @@ PROGRAMS: dict[str, list[str]] = {
         *"rl calculator --num-steps 4 --num-prompts 4 --group-size 4 --save-every 2 --policy.num-threads 1".split(),
         *"--sampling.max-new-tokens 48 --preflight warn".split(),
     ],
+    "sft lora": [
+        *"sft demo --num-steps 12 --batch-size 12 --save-every 3 --policy.num-threads 1 --lora.rank 4".split(),
+        *"--validation-problems 0".split(),
+    ],
+    "rl lora": [*RL, *"--lora.rank 4".split(), *VALIDATED],
+    "rl images": [
+        *"rl demo --num-steps 4 --num-prompts 3 --group-size 3 --save-every 2 --policy.num-threads 1".split(),
+        *"--task.name matrices --task.level 1 --task.num-problems 60".split(),
+        *"--policy.max-rows 16 --sampling.max-new-tokens 12".split(),
+        *"--reward {work}/own.py:length=0.5 --preflight warn".split(),
+    ],
+    "rl workers": [*RL, *"--cluster.rollout-workers 1".split()],
+    "export": "export --num-prompts 2 --max-new-tokens 4".split(),
     "eval": [
         *"eval demo --num-problems 12 --num-samples 3 --policy.max-rows 8 --policy.num-threads 1".split(),
         *SAMPLING,
     ],
 }
-"""Command lines without --out and --policy.init."""
+"""Command lines without --out and --policy.init; workers are Ray's."""
+if importlib.util.find_spec("ray") is None:
+    del PROGRAMS["rl workers"]
 BASE = [
     *"sft demo --num-steps 250 --batch-size 24 --save-every 250 --validate-every 250 --policy.num-threads 1".split(),
     *(f"--policy.model.{part}" for part in SHAPE),
@@ -453,13 +470,13 @@ def differing(expected: dict[str, str], got: dict[str, str]) -> list[str]:
     ]
 
 
-LINGER_S = 10.0
-"""Seconds after its end in which a run's processes may still end."""
+LINGER_S, RAY_LINGERS_S = 10.0, 60.0
+"""Seconds after its end in which a run's processes may still end; Ray's agents notice late that their node is gone."""
 
 
-def leaked(session: int) -> list[int]:
+def leaked(session: int, linger_s: float = LINGER_S) -> list[int]:
     """Return the processes that live on in a run's session, however long they are given to end."""
-    end = time.monotonic() + LINGER_S
+    end = time.monotonic() + linger_s
     while (found := _members(session)) and time.monotonic() < end:
         time.sleep(0.02)
     return found
@@ -482,12 +499,14 @@ def make_base(work: Path, programs: Collection[str]) -> Path:
     """Train the policies that programs start from, and write what else they read; return the first's run folder."""
     base = work / "base"
     for words, folder, wanted in (
-        (BASE, base, {*programs} - {"sft", "rl tools"}),  # fine-tuning starts without one
+        (BASE, base, {*programs} - {"sft", "rl tools", "rl images"}),  # fine-tuning starts without one
         (CALLER, _caller(base), {*programs} & {"rl tools"}),
     ):
         if wanted and not folder.exists():
             status, output = start([*words, "--out", str(folder)], work / "base.log").wait()
             assert status == 0, output
+    if "rl images" in programs and not _seer(base).exists():
+        seeing_model(0).save(_seer(base))
     for name, text in FILES.items():
         (work / name).write_text(text)
     return base
@@ -497,9 +516,13 @@ def _caller(base: Path) -> Path:
     return base.with_name("caller")
 
 
+def _seer(base: Path) -> Path:
+    return base.with_name("seer")
+
+
 def command(program: str, out: Path, base: Path) -> list[str]:
     """Return the command line of a program's tiny run."""
-    start_from = _caller(base) if program == "rl tools" else base
+    start_from = {"rl tools": _caller(base), "rl images": _seer(base)}.get(program, base)
     init = [] if program == "sft" else ["--policy.init", str(start_from)]
     words = [word.replace("{work}", str(base.parent)) for word in PROGRAMS[program]]
     return [*words, "--out", str(out), *init]

@@ -6,7 +6,6 @@ With `--base MODEL` whole models are merged, by what training added to the base'
 from __future__ import annotations
 
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from whet.model.lora.files import read_adapter
 from whet.model.lora.merge import METHODS, PRUNING, Method, merge_adapters, write_merged
 from whet.model.quant import packed_parts
 from whet.model.vectors import combine, parse_scales
+from whet.storage.commit import new_folder
 from whet.types import UnreadError, UserError
 
 
@@ -93,11 +93,8 @@ def merge(config: MergeConfig) -> list[str]:
     weights = config.weights or (1.0,) * len(adapters)
     settings = {"density": config.density} if config.method in PRUNING else {}
     pairs = merge_adapters(adapters, weights, method=config.method, seed=config.seed, **settings)
-    try:
-        rank = write_merged(out, pairs, adapters)
-    except BaseException:
-        shutil.rmtree(out, ignore_errors=True)
-        raise
+    with new_folder(out) as folder:
+        rank = write_merged(folder, pairs, adapters)
     parts = " + ".join(
         f"{weight:g} x {adapter.folder}" for weight, adapter in zip(weights, adapters, strict=True)
     )
@@ -137,12 +134,8 @@ def _merge_models(config: MergeConfig, out: Path) -> list[str]:
             seed=config.seed,
             scales=parse_scales(config.layer_scales),
         )
-    out.mkdir(parents=True)
-    try:
-        base.save(out, weights=merged)
-    except BaseException:
-        shutil.rmtree(out, ignore_errors=True)
-        raise
+    with new_folder(out) as folder:
+        base.save(folder, weights=merged)
     parts = " + ".join(
         f"{weight:g} x ({name} - {config.base})"
         for weight, name in zip(weights, config.adapters, strict=True)

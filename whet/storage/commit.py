@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors import SafetensorError
 
@@ -59,6 +61,33 @@ def remove(folder: Path) -> None:
     doomed = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
     folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+@contextmanager
+def new_folder(final: Path) -> Iterator[Path]:
+    """Write a folder for other programs, which appears under its name only when all of it is there.
+
+    Files go to a hidden sibling. After an error nothing is left; what a killed process left goes with the next try.
+
+    Args:
+        final: The name; nothing is there yet.
+
+    Yields:
+        The sibling to write into.
+    """
+    stem = f".tmp-{final.name}-"
+    for path in final.parent.glob(f"{glob.escape(stem)}*"):
+        number = path.name.removeprefix(stem)
+        if number.isdecimal() and not psutil.pid_exists(int(number)):
+            shutil.rmtree(path, ignore_errors=True)
+    temporary = final.with_name(f"{stem}{os.getpid()}")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        temporary.rename(final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 @contextmanager

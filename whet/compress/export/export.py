@@ -29,6 +29,7 @@ from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter
 from whet.model.lora.files import BASE, find_model
 from whet.model.quant import dequantize, packed_parts
 from whet.model.weights import load_model
+from whet.storage.commit import new_folder
 from whet.tasks.base import TaskConfig, load_task
 from whet.types import UserError
 
@@ -161,14 +162,10 @@ def export(config: ExportConfig) -> dict[str, Any]:
         dequantize(policy.model, torch.float32)
         if adapter is not None:
             lost = merge(policy, adapter, TORCH_TYPES.get(config.type))
-    out.mkdir(parents=True)
-    try:
-        report = _written(config, policy, reference, importance, out)
-    except BaseException:
-        shutil.rmtree(out, ignore_errors=True)
-        raise
-    report |= {"adapter": "" if adapter is None else str(adapter.folder), "cast": lost}
-    (out / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    with new_folder(out) as folder:
+        report = _written(config, policy, reference, importance, folder)
+        report |= {"adapter": "" if adapter is None else str(adapter.folder), "cast": lost}
+        (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report
 
 

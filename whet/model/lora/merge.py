@@ -171,7 +171,7 @@ def write_merged(folder: Path, pairs: dict[str, LoRAPair], adapters: Sequence[Ad
     """Write merged pairs in peft's format; base, tokenizer and protocol are those of the first adapter.
 
     Args:
-        folder: New folder.
+        folder: Empty folder.
         pairs: From `merge_adapters`.
         adapters: What was merged.
 
@@ -186,7 +186,6 @@ def write_merged(folder: Path, pairs: dict[str, LoRAPair], adapters: Sequence[Ad
         a, b = F.pad(pair.a_RD, (0, 0, 0, surplus)), F.pad(pair.b_FR, (0, surplus))
         stem = f"{PREFIX}{name}"
         tensors[f"{stem}.lora_A.weight"], tensors[f"{stem}.lora_B.weight"] = a.contiguous(), b.contiguous()
-    folder.mkdir(parents=True)
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     facts: dict[str, Any] = dict(first.config) | {
         "r": rank,
