@@ -102,6 +102,17 @@ def test_lines_of_moves_are_measured() -> None:
     assert metrics["moves_pieces"].mean < 1.0
 
 
+def test_more_moves_are_illegal_where_a_model_trains() -> None:
+    loaded = load_task(TaskConfig(name="chess-env", num_problems=2000))
+    share = {
+        split: sum(problem.answer.endswith("+1") for problem in loaded.problems(split))
+        / len(loaded.problems(split))
+        for split in SPLITS
+    }
+    assert 0.21 < share["train"] < 0.29  # a quarter, and four standard deviations of 1,740 draws
+    assert max(share["dev"], share["test"]) < 0.2
+
+
 def test_splits_go_by_position_whichever_side_it_is_seen_from() -> None:
     loaded = load_task(TaskConfig(name="chess-env", num_problems=300))
     keys = {

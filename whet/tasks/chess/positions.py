@@ -296,13 +296,13 @@ def self_play(engine: Stockfish, draw: Draw, *, num_games: int = 8, every: int =
                 board.push_uci(draw.one(near))
 
 
-def drawn_move(board: chess.Board, draw: Draw) -> str:
+def drawn_move(board: chess.Board, draw: Draw, illegal_in: int = 10) -> str:
     """Draw the move that the environment is asked about: mostly legal; what is rare in games comes more often.
 
-    One in ten is illegal: another side's, a blocked or a pinned piece's, or any.
+    One in `illegal_in` is illegal: another side's, a blocked or a pinned piece's, or any.
     """
     moves = list(board.legal_moves)
-    if draw.below(10) == 0 or not moves:
+    if draw.below(illegal_in) == 0 or not moves:
         return _illegal_move(board, draw)
     kinds: Sequence[list[chess.Move]] = (
         [move for move in moves if move.promotion],

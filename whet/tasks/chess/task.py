@@ -74,6 +74,8 @@ NUM_POSITIONS = {
     "chess-reason": 2000,
     "chess": 3000,
 }
+ILLEGAL_IN = {"train": 4, "dev": 10, "test": 10}
+"""Of so many moves of the environment's lines one is illegal: shown fewer, a small model learns to notice none."""
 KEPT_MOVES = 4
 """Moves of each of the engine's lines that a problem keeps."""
 
@@ -176,7 +178,16 @@ class Chess:
             if self.name == "chess" and self._path:
                 place = "test"
             for kind in self._kinds:
-                problem = make_problem(kind, self.name, position, board, own, layout=self.layout, key=key)
+                problem = make_problem(
+                    kind,
+                    self.name,
+                    position,
+                    board,
+                    own,
+                    layout=self.layout,
+                    key=key,
+                    illegal_in=ILLEGAL_IN[place],
+                )
                 if problem.uid not in seen:
                     seen.add(problem.uid)
                     splits[place].append(problem)
@@ -278,6 +289,7 @@ def make_problem(
     *,
     layout: Layout = "padded",
     key: str = "",
+    illegal_in: int = 10,
 ) -> Problem:
     """Ask one kind of question about a position.
 
@@ -289,6 +301,7 @@ def make_problem(
         lines: The engine's lines, best first; none where they are not known.
         layout: How the policy's prompt is padded.
         key: What `position_key` returns; '' computes it.
+        illegal_in: Of so many moves that we draw one is illegal.
     """
     fen = position.fen
     key = key or position_key(board)
@@ -308,7 +321,7 @@ def make_problem(
     draw = Draw("chess problem", kind, fen)
     solution = ""
     if kind == "environment":
-        move = position.move or drawn_move(board, draw)
+        move = position.move or drawn_move(board, draw, illegal_in)
         after = play(board, move)
         meta["move"] = move
         prompt = environment_prompt(fen, move, position.history)
