@@ -221,16 +221,19 @@ def calculator() -> RLConfig:
 
 
 def chess() -> RLConfig:
-    """GRPO on lines of chess from the fine-tuned small model: python-chess and Stockfish's lines decide what pays."""
+    """GRPO on lines of chess from the fine-tuned small model: python-chess and Stockfish's lines decide what pays.
+
+    Legal moves and exact boards pay most: under the sum of all parts alone nothing moves (docs/LOG.md).
+    """
     return RLConfig(
         out="runs/chess-rl",
         policy=chess_policy("runs/chess-sft"),
         task=CHESS,
-        rewards={"chess": 1.0, "correct": 0.0, "chess_legal": 0.0, "chess_best": 0.0, "chess_fen": 0.0},
-        sampling=SamplingParams(temperature=0.8, max_new_tokens=96),
-        algo=AlgoConfig(clip_high=0.28),
+        rewards={"chess_legal": 1.0, "chess_fen": 1.0, "chess": 0.3, "correct": 0.0, "chess_best": 0.0},
+        sampling=SamplingParams(temperature=1.0, max_new_tokens=96),
+        algo=AlgoConfig(clip_high=0.28, uninformative="refill"),
         optim=OptimConfig(
-            lr=7e-4, schedule="linear", final_lr_share=0.1, warmup_steps=10, beta2=0.98, max_grad_norm=1.0
+            lr=4e-4, schedule="linear", final_lr_share=0.1, warmup_steps=10, beta2=0.98, max_grad_norm=1.0
         ),
         num_steps=450,
         num_prompts=16,

@@ -137,8 +137,8 @@ def chess_boards() -> SFTConfig:
 def chess() -> SFTConfig:
     """Lines of chess from `chess-boards`: best moves by Stockfish, and what moves do.
 
-    The rate is a quarter of that stage's, which random weights can stand: at the same one boards are unlearned for most
-    of the run (docs/LOG.md).
+    The rate is half of that stage's, which random weights can stand: at the same one boards are unlearned for most of
+    the run, and with less, moves are learned too slowly (docs/LOG.md).
     """
     boards = chess_boards()
     weights = {"chess-policy": 3.0, "chess-env": 2.0}
@@ -147,10 +147,10 @@ def chess() -> SFTConfig:
         out="runs/chess-sft",
         policy=chess_policy("runs/chess-boards"),
         task=replace(CHESS, weights=weights, num_problems=40_000),
-        optim=replace(boards.optim, lr=7.5e-4, muon_lr=3e-3),
+        optim=replace(boards.optim, lr=1.5e-3, muon_lr=6e-3),
         allowed_coef=4.0,
-        num_steps=7000,
-        validate_every=1750,
+        num_steps=10_000,
+        validate_every=2500,
         save_every=500,
     )
 

@@ -78,7 +78,7 @@ OPTIONS: dict[str, frozenset[str]] = {
     "yes_no": frozenset({"path", "max_bad_rows"}) | _IMAGES,
     "gym": _DRAWN | {"path"},
     **dict.fromkeys(KINDS, _CHESS),
-    **dict.fromkeys(("chess-env", "chess-moves"), _CHESS - {"nodes", "layout"}),
+    **dict.fromkeys(("chess-env", "chess-moves"), _CHESS - {"layout"}),
     "chess-reason": _CHESS - {"layout"},
     "jsonl": _ROWS | _COLUMNS | _ON_HUB,
     "hub": _ROWS | _COLUMNS | _ON_HUB,
@@ -144,7 +144,8 @@ class TaskConfig:
     seed: int = 0
     """Generated tasks, gym: seed of the problems."""
     nodes: int = 0
-    """chess: nodes that Stockfish searches of each position; 0 means 2,000."""
+    """chess: nodes that Stockfish searches of each position; 0 means 2,000. chess-env, chess-moves: with them half of
+    the openings and of the middlegame are from its games, as in the others; 0 plays all at random, without it."""
     layout: Layout = "padded"
     """chess: the policy's prompt has its FEN padded to 90 characters, or is short (one space before M:), or diagnostic
     (four). A model reads the one that it was trained on."""

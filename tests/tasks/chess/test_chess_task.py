@@ -113,6 +113,19 @@ def test_more_moves_are_illegal_where_a_model_trains() -> None:
     assert max(share["dev"], share["test"]) < 0.2
 
 
+@needs_engine
+def test_the_environment_is_asked_about_positions_of_played_games_too() -> None:
+    at_random, played, policy = (
+        {problem.meta["fen"] for problem in loaded.problems("train")}
+        for loaded in (
+            load_task(TaskConfig(name="chess-env", num_problems=60)),
+            load_task(TaskConfig(name="chess-env", num_problems=60, nodes=50)),
+            load_task(TaskConfig(name="chess-policy", num_problems=60, nodes=50)),
+        )
+    )
+    assert at_random != played == policy
+
+
 def test_splits_go_by_position_whichever_side_it_is_seen_from() -> None:
     loaded = load_task(TaskConfig(name="chess-env", num_problems=300))
     keys = {

@@ -114,7 +114,7 @@ class Chess:
             path: File of positions (`read_positions`); '' for positions of our own making.
             num_problems: Positions, all splits together; 0 for the task's default.
             seed: Seed of the positions.
-            nodes: Nodes that Stockfish searches of each; 0 means 2,000.
+            nodes: Nodes that Stockfish searches of each; 0 means 2,000, and no Stockfish where rules alone are asked.
             layout: How the policy's prompt is padded.
             max_bad_rows: Bad rows that are tolerated.
 
@@ -125,6 +125,7 @@ class Chess:
         self.layout: Layout = layout
         self._count, self._seed = num_problems or NUM_POSITIONS[name], seed
         self._nodes, self._max_bad_rows = nodes or NODES, max_bad_rows
+        self._has_games = nodes > 0
         self._splits: dict[str, list[Problem]] = {}
         self.part_names = tuple(dict.fromkeys(part for kind in self._kinds for part in PARTS[kind]))
         self.needs_gold = name != "chess"
@@ -167,7 +168,7 @@ class Chess:
         if self._path:
             positions, self.bad_rows = read_positions(self._path, self._max_bad_rows)
         else:
-            positions = made(self._count, self._seed, engine)
+            positions = made(self._count, self._seed, shared(self._nodes) if self._has_games else engine)
         boards = [read_board(position.fen) for position in positions]
         lines: list[list[Line]] = [[] for _ in boards] if engine is None else engine.lines(boards)
         splits: dict[str, list[Problem]] = {"train": [], "dev": [], "test": []}
