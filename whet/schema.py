@@ -68,6 +68,10 @@ class ParsedResponse:
     verdict: FormatVerdict
 
 
+TEXTS = ("str", "AnswerType", "AnswerPlace", "Fallback", "Literal['system', 'user']")
+"""Annotations of the fields that hold a text."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseSchema:
     """How a response is asked for and read: the thinking block, then the answer in its place."""
@@ -112,6 +116,13 @@ class ResponseSchema:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tools", tuple(self.tools))
         object.__setattr__(self, "stop", tuple(self.stop))
+        # A protocol.json is not checked against the types.
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.type in TEXTS and not isinstance(value, str):
+                raise ValueError(f"schema: {one.name} is a text, got {value!r:.40}")
+        if not all(isinstance(name, str) for name in self.tools):
+            raise ValueError(f"schema: tools are names, got {self.tools!r:.40}")
         if not self.think_open and not self.think_close:
             object.__setattr__(self, "opening_in_prompt", False)
         elif not self.think_open or not self.think_close:
@@ -119,14 +130,12 @@ class ResponseSchema:
                 "schema tags must be four different non-empty strings, or both thinking tags empty, got "
                 f"{str((self.think_open, self.think_close))[:200]}"
             )
-        # A protocol.json is not checked against the types.
         if not isinstance(self.opening_in_prompt, bool):
             raise ValueError(
                 f"schema: opening_in_prompt = {self.opening_in_prompt!r:.40}: expected true or false"
             )
-        if not isinstance(self.system, str) or not isinstance(self.instruction, str | None):
-            got = self.system if isinstance(self.instruction, str | None) else self.instruction
-            raise ValueError(f"schema: system and instruction are texts, got {got!r:.40}")
+        if not isinstance(self.instruction, str | None):
+            raise ValueError(f"schema: instruction is a text, got {self.instruction!r:.40}")
         tags = (*self.tags, *self.tool_tags)
         if not all(isinstance(tag, str) and tag.strip() for tag in tags) or len(set(tags)) != len(tags):
             count = {2: "two", 4: "four", 6: "six", 8: "eight"}.get(len(tags), "")

@@ -257,7 +257,12 @@ def test_no_system_prompt_stays_so(tmp_path: Path) -> None:
             '{"schema": {"opening_in_prompt": {}}, "template": "", "system_prompt": true}',
             "expected true or false",
         ),
-        ('{"schema": {"instruction": 3}, "template": "", "system_prompt": true}', "texts, got 3"),
+        ('{"schema": {"instruction": 3}, "template": "", "system_prompt": true}', "a text, got 3"),
+        (
+            '{"schema": {"think_open": {}, "think_close": []}, "template": "", "system_prompt": true}',
+            "think_open is a text, got {}",
+        ),
+        ('{"schema": {"tools": [{}]}, "template": "", "system_prompt": true}', "tools are names"),
         ('{"schema": {}, "system_prompt": true}', "malformed"),
     ],
 )

@@ -338,6 +338,10 @@ BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "prefix": (rename("base_model.model.", ""), ("unexpected tensor", "base_model.model.")),
     "NaN": (set_tensor("lora_B.weight", lambda t: t / 0 * 0), ("lora_B.weight", "NaN or infinity")),
+    "many dimensions": (
+        set_tensor("lora_B.weight", lambda t: t.reshape(*t.shape, *([1] * 62))),
+        ("lora_B.weight", "64 dimensions"),
+    ),
     "integers": (set_tensor("lora_A.weight", lambda t: t.int()), ("torch.int32", "expected floats")),
     "shape": (
         set_tensor("lora_A.weight", lambda t: t[:, :9].clone()),

@@ -157,6 +157,10 @@ def test_csv(tmp_path: Path) -> None:
     assert bad == [BadRow("data.csv row 2", "not as many fields as columns", 2, raw)]
     with pytest.raises(UserError, match="data.csv: not CSV in UTF-8"):
         read_file(write(tmp_path, b"q\n\xff\n", "data.csv"), required=["q"])
+    path = write(tmp_path, b"q\r,a\n1,2\n", "data.csv")
+    assert first_row(path) == {}
+    with pytest.raises(UserError, match="data.csv: not CSV"):
+        read_file(path, required=["q"])
 
 
 def test_json_of_either_kind(tmp_path: Path) -> None:

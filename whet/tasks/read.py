@@ -202,7 +202,10 @@ def read_file(
 def first_row(path: Path) -> Row:
     """Return the first object with a name in it of a file that `read_file` reads; {} if there is none."""
     if path.suffix in CSV:
-        return next(iter(_csv_rows(path, errors="replace")), {})
+        try:
+            return next(iter(_csv_rows(path, errors="replace")), {})
+        except csv.Error:  # reading it says what is wrong
+            return {}
     if _is_array(path):
         found, _ = read_json_array(path, required=[], max_bad_rows=sys.maxsize)
         return next((row for _, row in found if row), {})

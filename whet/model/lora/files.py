@@ -53,6 +53,8 @@ BASE = "base.json"
 LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<side>[AB]|magnitude_vector)(?:\.weight)?")
 EXPERTS = ("gate_up_proj", "down_proj")
 """Experts' parameters; where both have adapters, peft wraps the module twice, the first one inside."""
+MAX_DIMS = 8
+"""Of a tensor: PyTorch computes with no more than 64."""
 MAX_PATTERN_CHARS, MAX_BRANCHES = (
     200,
     2,
@@ -326,6 +328,8 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 tensor = file.get_tensor(name)
                 if not tensor.is_floating_point():
                     raise UserError(f"{path}: tensor {name[:80]!r} is {tensor.dtype}, expected floats")
+                if tensor.dim() > MAX_DIMS:
+                    raise UserError(f"{path}: tensor {name[:80]!r} has {tensor.dim()} dimensions, expected 2")
                 tensor = tensor.float()
                 if not tensor.isfinite().all():
                     raise UserError(f"{path}: tensor {name[:80]!r} contains NaN or infinity")
