@@ -299,6 +299,7 @@ def test_a_signal_ends_the_sampling_and_the_run_goes_on_bitwise(
         seen[1] += seen[0] == 1
         if seen == [1, 3]:
             os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)  # the main thread is told when it runs next
 
     with monkeypatch.context() as patch:
         patch.setattr(source.RolloutSource, "next", next_step)
