@@ -68,10 +68,6 @@ class ParsedResponse:
     verdict: FormatVerdict
 
 
-TEXTS = ("str", "AnswerType", "AnswerPlace", "Fallback", "Literal['system', 'user']")
-"""Annotations of the fields that hold a text."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseSchema:
     """How a response is asked for and read: the thinking block, then the answer in its place."""
@@ -119,7 +115,7 @@ class ResponseSchema:
         # A protocol.json is not checked against the types.
         for one in fields(self):
             value = getattr(self, one.name)
-            if one.type in TEXTS and not isinstance(value, str):
+            if isinstance(one.default, str) and not isinstance(value, str):
                 raise ValueError(f"schema: {one.name} is a text, got {value!r:.40}")
         if not all(isinstance(name, str) for name in self.tools):
             raise ValueError(f"schema: tools are names, got {self.tools!r:.40}")

@@ -238,7 +238,7 @@ def judge(
     record = name.startswith(("replay/", "faults/"))
     own = f"{Path(name).parent}/" if record else name if place == "run" else f"checkpoints/{place}/"
     # Without its best policy a run ends with the best of what comes after, and says how far that one moved.
-    owned = (own, "summary.json", "weights.json") if place == "best" and is_told else (own,)
+    owned = (own, "weights.json") if place == "best" and is_told else (own,)
     foreign = [text for text in unequal if not text.startswith(owned)]
     if foreign:
         return "FAILED", f"another end: {foreign[:3]}"

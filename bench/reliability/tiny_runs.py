@@ -455,7 +455,12 @@ def content(folder: Path) -> dict[str, str]:
         elif path.name in ("metrics.jsonl", "summary.json", "state.json", "eval.json"):
             rows = data.splitlines() if path.suffix == ".jsonl" else [data]
             with contextlib.suppress(ValueError):  # damaged: its bytes are compared
-                data = json.dumps([without_noise(json.loads(row)) for row in rows], sort_keys=True).encode()
+                facts = [without_noise(json.loads(row)) for row in rows]
+                if path.name == "summary.json":  # shares that weights.json has, too
+                    facts = [
+                        {k: v for k, v in fact.items() if not k.startswith("weights_")} for fact in facts
+                    ]
+                data = json.dumps(facts, sort_keys=True).encode()
         found[name] = hashlib.sha256(data).hexdigest()[:16]
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -18,7 +19,7 @@ import torch
 
 from whet.storage import commit
 from whet.storage.checkpoint import load_step, save_step, saved_steps, step_folder
-from whet.storage.commit import MANIFEST, commit_folder, recover, verify_folder
+from whet.storage.commit import MANIFEST, DiskFullError, commit_folder, new_folder, recover, verify_folder
 from whet.storage.folder import open_run
 from whet.types import UserError
 
@@ -71,6 +72,34 @@ def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_00000001"]
     assert (final / "a").read_text() == "old"
     verify_folder(final)
+
+
+def test_a_new_folder_is_whole_or_not_there(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for number in (
+        gone.pid,
+        os.getpid(),
+        os.getppid(),
+    ):  # dead; this one's, as after a restart of a container; alive
+        (tmp_path / f".tmp-out-{number}").mkdir()
+    (tmp_path / ".tmp-out-x-1").mkdir()
+
+    def fail() -> None:
+        with new_folder(tmp_path / "out") as folder:
+            write_model(folder)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(
+        DiskFullError, match=r"out: could not be written \(No space left.*\); nothing is left"
+    ):
+        fail()
+    assert names(tmp_path) == [f".tmp-out-{os.getppid()}", ".tmp-out-x-1"]
+    with new_folder(tmp_path / "out") as folder:
+        write_model(folder)
+        assert not (tmp_path / "out").exists()
+    assert names(tmp_path / "out") == ["config.json", "model.bin"]
+    assert names(tmp_path) == [f".tmp-out-{os.getppid()}", ".tmp-out-x-1", "out"]
 
 
 def test_a_commit_replaces_the_whole_folder(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_the_teacher_alone_pulls_the_policy_to_itself(kind: Any, halfway: Any, t
     assert last < 0.6 * first  # 0.02 to 0.29 of it, for four seeds, two kernels and both kinds
     # Sampler and trainer agree bitwise on a CPU, so the ratio is exactly 1.
     assert all(row["rl/ratio_drift"] == 0 for row in rows)
-    assert all(row["rl/groups_with_signal"] > 12 for row in rows)  # of 36 problems some come twice
+    assert all(row["rl/groups_with_signal"] > 20 for row in rows)  # of 32, since some problems come twice
     assert all("rl/kl" not in row for row in rows)
 
 

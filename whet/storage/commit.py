@@ -64,30 +64,55 @@ def remove(folder: Path) -> None:
 
 
 @contextmanager
+def _beside(final: Path, after: str) -> Iterator[Path]:
+    """Make a hidden sibling to write into; after an error it is removed.
+
+    Args:
+        final: The folder that it will become.
+        after: What to say behind an error of the disk.
+
+    Raises:
+        UserError: If it cannot be written (DiskFullError if the disk is full).
+    """
+    temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0][:120]
+        is_full = getattr(error, "errno", None) in FULL or "No space" in reason
+        text = f"{final}: could not be written ({reason}); {after}"
+        raise (DiskFullError if is_full else UserError)(text) from None
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+@contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
     """Write a folder for other programs, which appears under its name only when all of it is there.
 
-    Files go to a hidden sibling. After an error nothing is left; what a killed process left goes with the next try.
+    After an error nothing is left; what a killed process left goes with the next try.
 
     Args:
         final: The name; nothing is there yet.
 
     Yields:
         The sibling to write into.
+
+    Raises:
+        UserError: If the folder cannot be written (DiskFullError if the disk is full).
     """
     stem = f".tmp-{final.name}-"
     for path in final.parent.glob(f"{glob.escape(stem)}*"):
         number = path.name.removeprefix(stem)
         if number.isdecimal() and not psutil.pid_exists(int(number)):
             shutil.rmtree(path, ignore_errors=True)
-    temporary = final.with_name(f"{stem}{os.getpid()}")
-    temporary.mkdir(parents=True)
-    try:
+    with _beside(final, "nothing is left of it: free space, or name another folder with --out") as temporary:
         yield temporary
         temporary.rename(final)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 @contextmanager
@@ -108,10 +133,7 @@ def commit_folder(final: Path) -> Iterator[Path]:
         UserError: If the folder cannot be written (DiskFullError if the disk is full); nothing that was saved before is
             lost.
     """
-    temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
+    with _beside(final, "what was saved before is intact: free space, then --resume") as temporary:
         yield temporary
         files = {}
         for path in sorted(temporary.rglob("*")):
@@ -135,15 +157,6 @@ def commit_folder(final: Path) -> Iterator[Path]:
         else:
             temporary.rename(final)
         sync(final.parent)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0][:120]
-        text = f"{final}: could not be written ({reason}); what was saved before is intact"
-        is_full = getattr(error, "errno", None) in FULL or "No space" in reason
-        raise (DiskFullError if is_full else UserError)(f"{text}: free space, then --resume") from None
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def machine() -> dict[str, Any]:

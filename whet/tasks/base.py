@@ -211,6 +211,11 @@ class TaskConfig:
             read |= {name for label in self.weights for name in _options(_task_of(label))} - {"path"}
         elif self.path and self.name in NO_PATH_NEEDED:
             read -= _DRAWN | {"level"}
+            if self.name in (
+                "chess-env",
+                "chess-moves",
+            ):  # only positions that we make are from Stockfish's games
+                read -= {"nodes"}
         for item in fields(self):
             if item.name not in read and getattr(self, item.name) not in (item.default, {}):
                 by = f"task {self.name}"

@@ -622,7 +622,7 @@ class Session:
                     keep=self._config.keep,
                 )
             finally:
-                if not is_distributed():
+                if not is_distributed():  # one rank alone must not end
                     self._check_place(step, weights)
 
         is_last = bool(self._stop) or step == self._num_steps

@@ -20,7 +20,7 @@ from whet.tasks.chess.files import read_positions  # noqa: E402
 from whet.tasks.chess.measures import elo, elo_interval, kendall  # noqa: E402
 from whet.tasks.chess.scoring import SHAPED, TOTALS  # noqa: E402
 from whet.tasks.chess.stockfish import EngineError, find_stockfish  # noqa: E402
-from whet.types import RuledTask, UserError  # noqa: E402
+from whet.types import RuledTask, UnreadError, UserError  # noqa: E402
 
 needs_engine = pytest.mark.skipif(
     not find_stockfish(), reason="Stockfish is not installed: apt-get install stockfish"
@@ -124,6 +124,8 @@ def test_the_environment_is_asked_about_positions_of_played_games_too() -> None:
         )
     )
     assert at_random != played == policy
+    with pytest.raises(UnreadError, match="nodes is not read by task chess-env where it reads data"):
+        TaskConfig(name="chess-env", path="positions.jsonl", nodes=50)
 
 
 def test_splits_go_by_position_whichever_side_it_is_seen_from() -> None:

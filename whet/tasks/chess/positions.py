@@ -296,7 +296,7 @@ def self_play(engine: Stockfish, draw: Draw, *, num_games: int = 8, every: int =
                 board.push_uci(draw.one(near))
 
 
-def drawn_move(board: chess.Board, draw: Draw, illegal_in: int = 10) -> str:
+def drawn_move(board: chess.Board, draw: Draw, illegal_in: int) -> str:
     """Draw the move that the environment is asked about: mostly legal; what is rare in games comes more often.
 
     One in `illegal_in` is illegal: another side's, a blocked or a pinned piece's, or any.

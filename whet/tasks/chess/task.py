@@ -288,9 +288,9 @@ def make_problem(
     board: chess.Board,
     lines: Sequence[Line],
     *,
+    illegal_in: int,
     layout: Layout = "padded",
     key: str = "",
-    illegal_in: int = 10,
 ) -> Problem:
     """Ask one kind of question about a position.
 
@@ -300,9 +300,9 @@ def make_problem(
         position: The position.
         board: The same.
         lines: The engine's lines, best first; none where they are not known.
+        illegal_in: Of so many moves that we draw one is illegal (`ILLEGAL_IN`).
         layout: How the policy's prompt is padded.
         key: What `position_key` returns; '' computes it.
-        illegal_in: Of so many moves that we draw one is illegal.
     """
     fen = position.fen
     key = key or position_key(board)
