@@ -101,6 +101,8 @@ def test_messages(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no test.jsonl there"):
         GSM8K(folder).problems("test")
     with pytest.raises(UserError, match="no such folder, and not a hub name such as 'openai/gsm8k'"):
+        GSM8K(folder / "nothing" / "of" / "it")
+    with pytest.raises(UserError, match="train.jsonl: a file, where a folder .* is read; your rows: --data"):
         GSM8K(folder / "train.jsonl")
 
 

@@ -17,7 +17,7 @@ from whet.tasks.base import TaskConfig
 
 
 def own() -> EvalConfig:
-    """Your model on your rows: --policy.init MODEL --task.path FILE, by default Qwen2.5-0.5B-Instruct on GSM8K; answers
+    """Your model on your rows: --model MODEL --data FILE, by default Qwen2.5-0.5B-Instruct on GSM8K; answers
     count wherever they stand."""
     return EvalConfig(
         out="runs/own-eval",

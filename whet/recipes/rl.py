@@ -333,7 +333,7 @@ def gpt2_gsm8k() -> RLConfig:
 
 
 def own() -> RLConfig:
-    """Your model and your data: --policy.init MODEL --task.path FILE, by default Qwen2.5-0.5B-Instruct on GSM8K."""
+    """Your model and your data: --model MODEL --data FILE, by default Qwen2.5-0.5B-Instruct on GSM8K."""
     return RLConfig(
         out="runs/own-rl",
         policy=PolicyConfig(init=OWN, max_rows=64),

@@ -196,7 +196,7 @@ def rookworld_124m() -> SFTConfig:
 
 
 def own() -> SFTConfig:
-    """Your model and your chats or worked solutions: --policy.init MODEL --task.path FILE, by default
+    """Your model and your chats or worked solutions: --model MODEL --data FILE, by default
     Qwen2.5-0.5B-Instruct on GSM8K."""
     return SFTConfig(
         out="runs/own-sft",

@@ -135,6 +135,10 @@ def read_hub(
 
 def check_path(path: str, example: str) -> None:
     """Refuse a path that is neither a folder nor, by its form, a hub name."""
+    if Path(path).is_file():
+        raise UserError(
+            f"{path}: a file, where a folder or a hub name such as {example!r} is read; your rows: --data {path}"
+        )
     if not Path(path).is_dir() and not is_hub_name(path):
         raise UserError(
             f"{path!r}: no such folder, and not a hub name such as {example!r}; check --task.path"
