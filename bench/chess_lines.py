@@ -93,7 +93,10 @@ def main() -> None:
                     for board, lines, text in scored
                 ],
             )
-            truths = [play(board, drawn_move(board, Draw("bench", n), 10)) for n, board in enumerate(part)]
+            truths = [
+                play(board, drawn_move(board, Draw("bench", n), for_training=False))
+                for n, board in enumerate(part)
+            ]
             answers = [environment_answer(t.fen, t.reward, t.terminated, t.truncated) for t in truths]
             stepped = list(zip(truths, answers, strict=True))
             timed(

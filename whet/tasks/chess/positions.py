@@ -296,22 +296,25 @@ def self_play(engine: Stockfish, draw: Draw, *, num_games: int = 8, every: int =
                 board.push_uci(draw.one(near))
 
 
-def drawn_move(board: chess.Board, draw: Draw, illegal_in: int) -> str:
+def drawn_move(board: chess.Board, draw: Draw, *, for_training: bool) -> str:
     """Draw the move that the environment is asked about: mostly legal; what is rare in games comes more often.
 
-    One in `illegal_in` is illegal: another side's, a blocked or a pinned piece's, or any.
+    One in ten is illegal: another side's, a blocked or a pinned piece's, or any. Where a move mates at once, it is
+    drawn one time in three. To train on, one in four and two in three: shown fewer, a small model learns to notice
+    none (docs/LOG.md).
     """
     moves = list(board.legal_moves)
-    if draw.below(illegal_in) == 0 or not moves:
+    if draw.below(4 if for_training else 10) == 0 or not moves:
         return _illegal_move(board, draw)
     kinds: Sequence[list[chess.Move]] = (
         [move for move in moves if move.promotion],
         [move for move in moves if board.is_castling(move) or board.is_en_passant(move)],
         [move for move in moves if board.is_capture(move)],
     )
-    if draw.below(3) == 0:
-        if board.legal_moves.count() < 60 and (mating := mates(board)):
-            return draw.one(mating)
+    is_rare = draw.below(3) == 0
+    if (is_rare or (for_training and draw.below(2) == 0)) and (mating := mates(board)):
+        return draw.one(mating)
+    if is_rare:
         moves = next((kind for kind in kinds if kind), moves)
     return draw.one(moves).uci()
 

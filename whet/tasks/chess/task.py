@@ -74,8 +74,6 @@ NUM_POSITIONS = {
     "chess-reason": 2000,
     "chess": 3000,
 }
-ILLEGAL_IN = {"train": 4, "dev": 10, "test": 10}
-"""Of so many moves of the environment's lines one is illegal: shown fewer, a small model learns to notice none."""
 KEPT_MOVES = 4
 """Moves of each of the engine's lines that a problem keeps."""
 
@@ -187,7 +185,7 @@ class Chess:
                     own,
                     layout=self.layout,
                     key=key,
-                    illegal_in=ILLEGAL_IN[place],
+                    for_training=place == "train",
                 )
                 if problem.uid not in seen:
                     seen.add(problem.uid)
@@ -288,7 +286,7 @@ def make_problem(
     board: chess.Board,
     lines: Sequence[Line],
     *,
-    illegal_in: int,
+    for_training: bool,
     layout: Layout = "padded",
     key: str = "",
 ) -> Problem:
@@ -300,7 +298,7 @@ def make_problem(
         position: The position.
         board: The same.
         lines: The engine's lines, best first; none where they are not known.
-        illegal_in: Of so many moves that we draw one is illegal (`ILLEGAL_IN`).
+        for_training: Whether more of the moves that we draw are illegal or mate (`drawn_move`).
         layout: How the policy's prompt is padded.
         key: What `position_key` returns; '' computes it.
     """
@@ -322,7 +320,7 @@ def make_problem(
     draw = Draw("chess problem", kind, fen)
     solution = ""
     if kind == "environment":
-        move = position.move or drawn_move(board, draw, illegal_in)
+        move = position.move or drawn_move(board, draw, for_training=for_training)
         after = play(board, move)
         meta["move"] = move
         prompt = environment_prompt(fen, move, position.history)

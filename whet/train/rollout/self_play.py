@@ -13,7 +13,7 @@ from whet.tasks.chess.board import find_move, library
 from whet.tasks.chess.positions import OPENINGS, Position
 from whet.tasks.chess.scoring import Line
 from whet.tasks.chess.stockfish import Stockfish
-from whet.tasks.chess.task import ILLEGAL_IN, Chess, make_problem, move_of
+from whet.tasks.chess.task import Chess, make_problem, move_of
 from whet.tasks.made.draft import Draw
 from whet.tasks.mixture import PART, Mixture
 from whet.train.rollout.order import EpochOrder, MixtureOrder
@@ -224,7 +224,7 @@ class SelfPlayOrder:
             position,
             board,
             lines,
-            illegal_in=ILLEGAL_IN["train"],
+            for_training=True,
             layout=part.layout,
         )
         own = {name: drawn.meta[name] for name in (PART,) if name in drawn.meta}
