@@ -102,15 +102,20 @@ def test_lines_of_moves_are_measured() -> None:
     assert metrics["moves_pieces"].mean < 1.0
 
 
-def test_more_moves_are_illegal_where_a_model_trains() -> None:
-    loaded = load_task(TaskConfig(name="chess-env", num_problems=2000))
-    share = {
-        split: sum(problem.answer.endswith("+1") for problem in loaded.problems(split))
-        / len(loaded.problems(split))
-        for split in SPLITS
-    }
-    assert 0.21 < share["train"] < 0.29  # a quarter, and four standard deviations of 1,740 draws
-    assert max(share["dev"], share["test"]) < 0.2
+def test_more_moves_are_illegal_or_mate_where_a_model_trains() -> None:
+    loaded = load_task(TaskConfig(name="chess-env", num_problems=4000))
+    illegal, ends = (
+        {
+            split: sum(problem.answer.endswith(flags) for problem in loaded.problems(split))
+            / len(loaded.problems(split))
+            for split in SPLITS
+        }
+        for flags in ("+1", "+1+0")
+    )
+    assert 0.22 < illegal["train"] < 0.28  # a quarter, and four standard deviations of 3,480 draws
+    assert max(illegal["dev"], illegal["test"]) < 0.2
+    assert 0.07 < ends["train"] < 0.11  # a sixth of positions, three quarters of them legal, two in three mate
+    assert max(ends["dev"], ends["test"]) < 0.07
 
 
 @needs_engine
