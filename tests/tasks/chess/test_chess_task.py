@@ -15,9 +15,10 @@ from whet.rewards.presets import CHESS_SUMS  # noqa: E402
 from whet.schema import SCHEMAS  # noqa: E402
 from whet.tasks.base import TaskConfig, load_task  # noqa: E402
 from whet.tasks.chess import stockfish, task  # noqa: E402
-from whet.tasks.chess.board import listed_move, position_key  # noqa: E402
+from whet.tasks.chess.board import listed_move, position_key, read_board  # noqa: E402
 from whet.tasks.chess.files import read_positions  # noqa: E402
 from whet.tasks.chess.measures import elo, elo_interval, kendall  # noqa: E402
+from whet.tasks.chess.positions import made  # noqa: E402
 from whet.tasks.chess.scoring import SHAPED, TOTALS  # noqa: E402
 from whet.tasks.chess.stockfish import EngineError, find_stockfish  # noqa: E402
 from whet.types import RuledTask, UnreadError, UserError  # noqa: E402
@@ -114,8 +115,30 @@ def test_more_moves_are_illegal_or_mate_where_a_model_trains() -> None:
     )
     assert 0.22 < illegal["train"] < 0.28  # a quarter, and four standard deviations of 3,480 draws
     assert max(illegal["dev"], illegal["test"]) < 0.2
-    assert 0.07 < ends["train"] < 0.11  # a sixth of positions, three quarters of them legal, two in three mate
+    assert (
+        0.07 < ends["train"] < 0.11
+    )  # a sixth of positions, three quarters of them legal, two in three mate
     assert max(ends["dev"], ends["test"]) < 0.07
+
+
+def test_checks_to_answer_where_a_model_trains() -> None:
+    """Some positions to train on are put one check further; what is evaluated stays as it was made, and no position
+    of one split is of another."""
+    loaded = load_task(TaskConfig(name="chess-env", num_problems=2000))
+    boards = {
+        split: [read_board(problem.meta["fen"]) for problem in loaded.problems(split)] for split in SPLITS
+    }
+    share = {split: sum(board.is_check() for board in found) / len(found) for split, found in boards.items()}
+    assert 0.13 < share["train"] < 0.21
+    assert max(share["dev"], share["test"]) < 0.13
+    keys = {split: {position_key(board) for board in found} for split, found in boards.items()}
+    assert not keys["train"] & (keys["dev"] | keys["test"])
+    made_as_is = {position.fen for position in made(2000, 0)}
+    assert {board.fen() for split in ("dev", "test") for board in boards[split]} <= made_as_is
+    answered = [problem for problem in loaded.problems("train") if problem.meta["source"] == "check"]
+    for problem in answered[:50]:
+        assert read_board(problem.meta["fen"]).is_check()
+        assert any(read_board(problem.meta["fen"]).legal_moves)
 
 
 @needs_engine

@@ -263,6 +263,17 @@ def mates(board: chess.Board) -> list[str]:
     return found
 
 
+def checked(position: Position, board: chess.Board) -> Position | None:
+    """Return the position after a move that checks and does not mate, the same each time; None where there is none."""
+    moves = [move for move in board.legal_moves if board.gives_check(move)]
+    for move in Draw("chess checks", position.fen).shuffled(moves):
+        after = board.copy(stack=False)
+        after.push(move)
+        if any(after.legal_moves):
+            return Position(after.fen(), (*position.history, move.uci())[-9:], "check")
+    return None
+
+
 def _position(board: chess.Board, source: str) -> Position:
     history = tuple(move.uci() for move in board.move_stack[-9:])
     return Position(board.fen(), history, source)

@@ -37,7 +37,7 @@ from whet.tasks.chess.formats import (
     reason_solution,
 )
 from whet.tasks.chess.measures import Said, measures_of
-from whet.tasks.chess.positions import Position, drawn_move, made, mates
+from whet.tasks.chess.positions import Position, checked, drawn_move, made, mates
 from whet.tasks.chess.scoring import (
     PARTS,
     SHAPED,
@@ -74,6 +74,9 @@ NUM_POSITIONS = {
     "chess-reason": 2000,
     "chess": 3000,
 }
+CHECK_IN = 3
+"""Of so many positions to train on one is replaced by the position after a check, where there is one: four in a hundred
+are such, too few to learn what may be played then (docs/LOG.md)."""
 KEPT_MOVES = 4
 """Moves of each of the engine's lines that a problem keeps."""
 
@@ -166,14 +169,16 @@ class Chess:
         if self._path:
             positions, self.bad_rows = read_positions(self._path, self._max_bad_rows)
         else:
-            positions = made(self._count, self._seed, shared(self._nodes) if self._has_games else engine)
+            positions = _with_checks(
+                made(self._count, self._seed, shared(self._nodes) if self._has_games else engine)
+            )
         boards = [read_board(position.fen) for position in positions]
         lines: list[list[Line]] = [[] for _ in boards] if engine is None else engine.lines(boards)
         splits: dict[str, list[Problem]] = {"train": [], "dev": [], "test": []}
         seen: set[str] = set()
         for position, board, own in zip(positions, boards, lines, strict=True):
             key = position_key(board)
-            place = split_of(key, dev_percent=DEV_PERCENT, test_percent=TEST_PERCENT)
+            place = _place(key)
             if self.name == "chess" and self._path:
                 place = "test"
             for kind in self._kinds:
@@ -277,6 +282,25 @@ class Chess:
             for problem, text in items
         ]
         return measures_of(said, engine)
+
+
+def _place(key: str) -> str:
+    """Return the split of a position."""
+    return split_of(key, dev_percent=DEV_PERCENT, test_percent=TEST_PERCENT)
+
+
+def _with_checks(positions: Sequence[Position]) -> list[Position]:
+    """Put some of the positions to train on a move further, where that move checks; those that were made to be mated
+    stay."""
+    found: list[Position] = []
+    for position in positions:
+        after = None
+        if position.source != "mate" and Draw("chess check", position.fen).below(CHECK_IN) == 0:
+            board = read_board(position.fen)
+            after = checked(position, board) if _place(position_key(board)) == "train" else None
+        is_apart = after is not None and _place(position_key(read_board(after.fen))) == "train"
+        found.append(after if after and is_apart else position)
+    return found
 
 
 def make_problem(
