@@ -21,11 +21,14 @@ from whet.eval import evaluate as evaluation  # noqa: E402
 from whet.eval.chess.games import (  # noqa: E402
     GamesConfig,
     Opponent,
+    Player,
+    Reply,
     measure_games,
     play_games,
     random_mover,
 )
 from whet.generate.policy import PolicyConfig, load_policy  # noqa: E402
+from whet.generate.sampling import SamplingParams  # noqa: E402
 from whet.model.config import ModelConfig  # noqa: E402
 from whet.tasks.chess import task  # noqa: E402
 from whet.tasks.chess.stockfish import EngineError, find_stockfish  # noqa: E402
@@ -120,14 +123,46 @@ def test_games_are_fair_and_end_by_the_rules(tmp_path: Path) -> None:
     assert "checkmate" in {game.reason for game in mated}
 
 
+def test_a_policy_is_asked_again_where_it_names_no_legal_move(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first line is the likeliest; others are drawn, each with a seed of its own, for those boards alone."""
+    player = Player(load_policy(PolicyConfig(init=str(model)), seed=0), max_new_tokens=8, tries=3)
+    seen: list[tuple[int, float, int]] = []
+    asked = player._asked
+
+    def watched(boards: Sequence[Any], params: Any, number: int) -> list[Reply]:
+        seen.append((len(boards), params.temperature, number))
+        replies = asked(boards, params, number)
+        if number == 2:
+            replies[0] = Reply("e2e4", "B: e2e4", num_asked=2)
+        return replies
+
+    monkeypatch.setattr(player, "_asked", watched)
+    first, second = player.ask([chess.Board(), chess.Board("8/5k2/8/2Q5/8/1K6/8/8 b - - 3 50")])
+    assert seen == [(2, 0.0, 1), (2, 1.0, 2), (1, 1.0, 3)]  # random weights name no legal move
+    assert (first.move, first.num_asked) == ("e2e4", 2)
+    assert (second.move, second.num_asked) == ("", 3)
+    assert player.num_again == 2
+    texts = {asked([chess.Board()], player._params, number)[0].text for number in (1, 2, 3)}
+    assert len(texts) == 1  # at temperature 0 seeds do not matter
+    drawn = {asked([chess.Board()], SamplingParams(max_new_tokens=8), number)[0].text for number in (1, 2, 3)}
+    assert len(drawn) == 3
+    with pytest.raises(ValueError, match="tries = 0"):
+        GamesConfig(tries=0)
+
+
 def test_games_say_a_rating(tmp_path: Path) -> None:
     """With every opponent at 0, half a win and half a loss before the games: 400 log10 of the odds."""
 
-    def fool(boards: Sequence[Any]) -> list[str]:
-        return [_mating(board) for board in boards]
+    class Fool:
+        num_again = 0
+
+        def __call__(self, boards: Sequence[Any]) -> list[str]:
+            return [_mating(board) for board in boards]
 
     config = GamesConfig(num_games=6, max_plies=120, skills=())
-    metrics, details = measure_games(fool, config, tmp_path, name="fool")  # type: ignore[arg-type]
+    metrics, details = measure_games(Fool(), config, tmp_path, name="fool")  # type: ignore[arg-type]
     points = details["random"]["points"] / 2  # of three pairs
     share = (points + 0.5) / 4
     assert metrics["score_random"].mean == pytest.approx(points / 3)

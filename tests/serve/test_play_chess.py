@@ -97,6 +97,16 @@ def test_a_legal_candidate_replaces_an_illegal_best_move() -> None:
     assert evaluation_of("nonsense") == ""
 
 
+def test_it_says_how_often_the_model_was_asked() -> None:
+    board = chess.Board()
+    assert played(board, Reply("e2e4", "B: e2e4", num_asked=2), 0) == (
+        "e2e4",
+        "asked 2 times: nothing that it named before is legal",
+    )
+    _, note = played(board, Reply("", "B: e9e9", num_asked=4), 0)
+    assert note == "asked 4 times: nothing it named is legal (no move in UCI notation); any move is played"
+
+
 def test_page() -> None:
     testclient = pytest.importorskip("starlette.testclient")
     app = make_app(Table(Model(), chess.STARTING_FEN), "model", "white", ["testserver"])  # type: ignore[arg-type]

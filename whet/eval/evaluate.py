@@ -448,6 +448,7 @@ def _own_measures(
             max_new_tokens=job.config.sampling.max_new_tokens,
             seed=job.config.seed,
             layout=job.config.task.layout,
+            tries=games.tries,
         )
         scores, told = measure_games(player, games, folder, name=_label(job.config), seed=job.config.seed)
         metrics |= scores

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import chess
 
 RANDOM = "random"
+MAX_TRIES = 100
 Mover = Callable[[Sequence["chess.Board"]], list[str]]
 """Chooses a move in each of several positions; '' or an illegal one gives the game up."""
 
@@ -40,6 +41,9 @@ class GamesConfig:
     """Nodes that Stockfish searches for a move."""
     max_plies: int = 200
     """Longest game; then it is a draw."""
+    tries: int = 1
+    """How often the policy is asked for a move: where nothing that it wrote is legal it is asked again, and draws
+    another line; then the game is lost."""
 
     def __post_init__(self) -> None:
         if self.num_games < 0 or self.num_games % 2:
@@ -49,6 +53,8 @@ class GamesConfig:
                 raise ValueError(f"games.skills = {skill}: expected 0 to 20")
         if self.nodes < 1 or self.max_plies < 1:
             raise ValueError("games.nodes and games.max_plies: expected 1 or more")
+        if not 1 <= self.tries <= MAX_TRIES:
+            raise ValueError(f"games.tries = {self.tries}: expected 1 to {MAX_TRIES}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +65,13 @@ class Reply:
         move: The move in UCI notation; '' where nothing that it wrote can be played.
         text: All that it wrote.
         is_second: Whether its best move was illegal, and a legal one of its candidates is played.
+        num_asked: How often it was asked.
     """
 
     move: str
     text: str
     is_second: bool = False
+    num_asked: int = 1
 
 
 class Player:
@@ -75,6 +83,12 @@ class Player:
         temperature: 0 plays the likeliest completion.
         seed: Seed of sampling.
         layout: How the policy's prompt is padded.
+        tries: How often it is asked where nothing that it wrote can be played; again at the temperature, or at 1
+            where that is 0.
+
+    Attributes:
+        in_words: Whether it is asked in words.
+        num_again: Moves for which it had to be asked again.
     """
 
     def __init__(
@@ -85,8 +99,10 @@ class Player:
         temperature: float = 0.0,
         seed: int = 0,
         layout: Layout = "padded",
+        tries: int = 1,
     ) -> None:
-        self._policy = policy
+        self._policy, self._tries = policy, tries
+        self.num_again = 0
         self._params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens)
         self._engine = policy.engine()
         self._seed = seed
@@ -94,7 +110,19 @@ class Player:
         self.in_words = policy.schema.has_thinking
 
     def ask(self, boards: Sequence[chess.Board]) -> list[Reply]:
-        """Return the policy's moves in positions, all in one batch."""
+        """Return the policy's moves in positions, all in one batch; where it names none, ask again."""
+        replies = self._asked(boards, self._params, 1)
+        again = replace(self._params, temperature=self._params.temperature or 1.0)
+        for number in range(2, self._tries + 1):
+            left = [place for place, reply in enumerate(replies) if not reply.move]
+            if not left:
+                break
+            self.num_again += len(left) if number == 2 else 0
+            for place, reply in zip(left, self._asked([boards[p] for p in left], again, number), strict=True):
+                replies[place] = reply
+        return replies
+
+    def _asked(self, boards: Sequence[chess.Board], params: SamplingParams, number: int) -> list[Reply]:
         prompts = []
         for board in boards:
             side = "White" if board.turn else "Black"
@@ -107,11 +135,10 @@ class Player:
             prompts.append(self._policy.prompt_ids(problem))
         room = self._policy.model.config.max_positions
         longest = max(map(len, prompts), default=0)
-        params = replace(
-            self._params, max_new_tokens=max(1, min(self._params.max_new_tokens, room - longest))
-        )
+        params = replace(params, max_new_tokens=max(1, min(params.max_new_tokens, room - longest)))
+        words = ("chess", self._seed) if number == 1 else ("chess", self._seed, number)
         requests = [
-            Request(prompt_ids=prompt, seeds=(sequence_seed("chess", self._seed, board.fen()),))
+            Request(prompt_ids=prompt, seeds=(sequence_seed(*words, board.fen()),))
             for prompt, board in zip(prompts, boards, strict=True)
         ]
         done = self._engine.generate(requests, params)
@@ -120,7 +147,7 @@ class Player:
             text = self._policy.tokenizer.decode_completion(prompt, one.ids)
             for stop in self._policy.stop_ids:
                 text = text.removesuffix(self._policy.tokenizer.token_text(stop))
-            replies.append(self._read(board, text))
+            replies.append(replace(self._read(board, text), num_asked=number))
         return replies
 
     def _read(self, board: chess.Board, text: str) -> Reply:
@@ -300,7 +327,8 @@ def measure_games(
 
     Returns:
         Share of the points against each, `score_random`, `score_stockfish_0` ..., and `elo_random` ..., the rating that
-        they say above the opponent's, with intervals over pairs of games of one opening; and how the games ended.
+        they say above the opponent's, with intervals over pairs of games of one opening; how the games ended, and for how
+        many moves the policy had to be asked again.
     """
     metrics: dict[str, Interval] = {}
     details: dict[str, Any] = {}
@@ -308,6 +336,7 @@ def measure_games(
     opponents: dict[str, Mover] = {RANDOM: random_mover(seed)}
     opponents |= {f"stockfish_{skill}": Opponent(skill, config.nodes) for skill in config.skills}
     for label, opponent in opponents.items():
+        before = player.num_again
         try:
             games = play_games(player, opponent, config, seed=seed)
         finally:
@@ -322,6 +351,7 @@ def measure_games(
             "points": sum(results),
             "games": len(games),
             "ends": {reason: reasons.count(reason) for reason in dict.fromkeys(reasons)},
+            "asked_again": player.num_again - before,
         }
         texts += [game.pgn(name, label.replace("_", " skill "), place) for place, game in enumerate(games, 1)]
     try:

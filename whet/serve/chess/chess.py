@@ -14,7 +14,7 @@ import torch
 
 from whet import __version__
 from whet.cli import Program, escape
-from whet.eval.chess.games import Player, Reply
+from whet.eval.chess.games import MAX_TRIES, Player, Reply
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.serve.chat import NO_MODEL, require_model
 from whet.serve.chess.page import Table, serve_page
@@ -48,6 +48,8 @@ class ChessConfig:
     """0 plays the likeliest line; above, lines are drawn."""
     max_new_tokens: int = 144
     """Longest completion, in tokens."""
+    tries: int = 4
+    """How often it is asked for a move where nothing that it wrote is legal; then any legal move is played for it."""
     layout: Layout = "padded"
     """How the policy's prompt is padded, as the model was trained: padded, short or diagnostic."""
     host: str = "127.0.0.1"
@@ -67,6 +69,8 @@ class ChessConfig:
             raise ValueError(f"temperature = {self.temperature}: expected 0 to 10")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens = {self.max_new_tokens}: expected 1 or more")
+        if not 1 <= self.tries <= MAX_TRIES:
+            raise ValueError(f"tries = {self.tries}: expected 1 to {MAX_TRIES}")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port = {self.port}: expected 0 (any free one) to 65535")
 
@@ -237,6 +241,7 @@ def main(config: ChessConfig) -> None:
         temperature=config.temperature,
         seed=config.seed,
         layout=config.layout,
+        tries=config.tries,
     )
     name = Path(config.policy.init).expanduser().resolve().name
     if config.uci:

@@ -27,13 +27,14 @@ def played(board: chess.Board, reply: Reply, seed: int) -> tuple[str, str]:
         reply: The model's.
         seed: Chooses where nothing that the model named is legal.
     """
+    asked = f"asked {reply.num_asked} times: " if reply.num_asked > 1 else ""
     if reply.move and not reply.is_second:
-        return reply.move, ""
+        return reply.move, f"{asked}nothing that it named before is legal" if asked else ""
     said = read_policy(reply.text).best or reply.text.strip()[:20]
     why = illegal_cause(board, said[:8])
     if reply.move:
-        return reply.move, f"its best move {said[:8]!r} is illegal ({why}); a candidate is played"
-    return any_move(board, seed), f"nothing it named is legal ({why}); any move is played"
+        return reply.move, f"{asked}its best move {said[:8]!r} is illegal ({why}); a candidate is played"
+    return any_move(board, seed), f"{asked}nothing it named is legal ({why}); any move is played"
 
 
 def evaluation_of(text: str) -> str:
