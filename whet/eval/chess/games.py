@@ -327,8 +327,8 @@ def measure_games(
 
     Returns:
         Share of the points against each, `score_random`, `score_stockfish_0` ..., and `elo_random` ..., the rating that
-        they say above the opponent's, with intervals over pairs of games of one opening; how the games ended, and for how
-        many moves the policy had to be asked again.
+        they say above the opponent's, with intervals over pairs of games of one opening; how the games ended, and for
+        how many moves the policy had to be asked again.
     """
     metrics: dict[str, Interval] = {}
     details: dict[str, Any] = {}
