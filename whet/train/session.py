@@ -47,7 +47,14 @@ from whet.telemetry.log import replace_file
 from whet.telemetry.provenance import inputs_of, write_environment, write_provenance
 from whet.telemetry.trackers import TrackConfig, Tracking
 from whet.train.optim.safety import SafetyConfig, set_deterministic
-from whet.train.optim.step import OptimConfig, dtypes, parameter_dtype, prepare_model, shard_layers
+from whet.train.optim.step import (
+    OptimConfig,
+    dtypes,
+    parameter_dtype,
+    prepare_model,
+    release_freed,
+    shard_layers,
+)
 from whet.types import Group, Problem, Task, UserError
 
 
@@ -586,6 +593,7 @@ class Session:
         if not (is_best or training):
             return
         self.beat("save", step)
+        release_freed()
         own = self._policy.own_weights()
         if name := not_finite(own):
             raise UserError(

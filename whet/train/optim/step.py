@@ -878,7 +878,16 @@ def give_back(model: LanguageModel) -> None:
     """
     if model.checkpoint_layers:
         forget((model.head_weight,))
-        _allocator("malloc_trim", 0)
+        release_freed()
+
+
+def release_freed() -> None:
+    """Return to the system what glibc keeps of freed memory (`whet.__main__.keep_freed_memory`).
+
+    What lives long between what is freed leaves holes, and a heap that is never trimmed grows by them: by 1 MB in 1,000
+    steps of the soak (docs/results/reliability.md).
+    """
+    _allocator("malloc_trim", 0)
 
 
 def _keep_less() -> None:
