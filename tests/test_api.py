@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import linecache
 import os
@@ -374,3 +375,18 @@ def test_a_schema_of_ones_own_in_python(tmp_path: Path, monkeypatch: pytest.Monk
     assert load_policy(policy.config, seed=0).schema == schema
     policy.save(tmp_path / "b")
     assert whet.load(tmp_path / "b").prompt_ids("1+1?") == policy.prompt_ids("1+1?")
+
+
+def test_what_libraries_read_is_set_before_they_are_imported_unless_the_user_chose() -> None:
+    names = ("GOMP_SPINCOUNT", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    code = f"import os, whet; whet.load; print([os.environ.get(name) for name in {names}])"
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    found = [
+        ast.literal_eval(
+            subprocess.run(
+                [sys.executable, "-c", code], env=clean | own, capture_output=True, text=True, check=True
+            ).stdout
+        )
+        for own in ({}, {"LRU_CACHE_CAPACITY": "7"})
+    ]
+    assert found == [["20000", "128", "128"], ["20000", "128", "7"]]

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from whet import __version__, calm_threads
+from whet import __version__, calm_libraries
 from whet.install import missing_core
 
 try:
@@ -456,7 +456,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words after `whet`; None takes them from the process.
     """
     if argv is None:
-        calm_threads()
+        calm_libraries()
         keep_freed_memory()
     words = sys.argv[1:] if argv is None else argv
     if _is_rank():
