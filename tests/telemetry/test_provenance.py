@@ -245,3 +245,68 @@ def test_inputs_are_the_files_that_settings_name_and_the_problems_in_their_order
     assert len(hashes) == 1 + len(others)
     moved = [one, two, replace(three, meta={"file": "elsewhere.jsonl"})]
     assert inputs_of(config, moved)["problems"] == f"{count} {digest}"
+
+
+def test_inputs_are_named_as_settings_name_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A project may be moved as a whole; a folder that holds a tokenizer alone counts, and a model's own tools."""
+    home = tmp_path / "old"
+    (home / "tok").mkdir(parents=True)
+    model(home / "base")
+    run = home / "run" / "checkpoints" / "step_00000002"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text("{}")
+    (home / "tok" / "tokenizer.json").write_text('{"7": 0, "8": 1}')
+    (home / "tool.py").write_text("def add(text): ...")
+    config = Settings(inner=Inner(init="base", names=("tok", "run")))
+    monkeypatch.chdir(home)
+    found = inputs_of(config, PROBLEMS, tools=("calculator", "tool.py:add"))
+    assert sorted(name for name in found if ":" in name) == [
+        "inner.init: base/config.json",
+        "inner.init: base/model.safetensors",
+        "inner.names: run/checkpoints/step_00000002/config.json",
+        "inner.names: tok/tokenizer.json",
+        "tools: tool.py",
+    ]
+    home.rename(tmp_path / "new")
+    monkeypatch.chdir(tmp_path / "new")
+    assert inputs_of(config, PROBLEMS, tools=("calculator", "tool.py:add")) == found
+    Path("tok/tokenizer.json").write_text('{"8": 0, "7": 1}')
+    Path("tool.py").write_text("def add(text): return 1")
+    changed = inputs_of(config, PROBLEMS, tools=("calculator", "tool.py:add"))
+    assert {name for name in found if found[name] != changed[name]} == {
+        "inner.names: tok/tokenizer.json",
+        "tools: tool.py",
+    }
+
+
+def test_validation_problems_are_inputs() -> None:
+    one, two, _ = PROBLEMS
+    alone, with_two = (inputs_of(Settings(), [one], held_out=held) for held in ((), [two]))
+    assert with_two.keys() - alone.keys() == {"validation problems"}
+    other = inputs_of(Settings(), [one], held_out=[replace(two, answer="9")])
+    assert other["validation problems"] != with_two["validation problems"]
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_inputs_are_compared_with_a_checkpoints_where_provenance_is_gone(
+    damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, now = {"problems": "3 abc"}, {"problems": "2 def"}
+    first = write_provenance(tmp_path, inputs=before)
+    path = tmp_path / "provenance.json"
+    for inputs, refused in ((before, False), (now, True)):
+        path.unlink(missing_ok=True)
+        if damage == "cut":
+            path.write_text('{"run_id": "')
+        if not refused:
+            again = write_provenance(tmp_path, inputs=inputs, saved=before)
+            assert again["inputs"] == before
+            assert again["run_id"] != first["run_id"]
+            assert "new id" in capsys.readouterr().out
+            continue
+        with pytest.raises(UserError, match=r"has changed .*problems \(3, now 2\)"):
+            write_provenance(tmp_path, inputs=inputs, saved=before)
+        path.unlink(missing_ok=True)
+        noted = write_provenance(tmp_path, inputs=inputs, saved=before, may_differ=True)
+        assert noted["inputs"] == now
+        assert noted["input_changes"][0]["changed"] == {"problems": ["3 abc", "2 def"]}

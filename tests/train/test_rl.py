@@ -700,6 +700,19 @@ def test_a_run_does_not_resume_with_other_inputs(name: str, finished: RLConfig) 
     train(finished, resume=True)
 
 
+def test_inputs_are_bound_to_the_checkpoint(finished: RLConfig, tmp_path: Path) -> None:
+    """Where provenance.json is gone, the checkpoint still knows what was read."""
+    run = Path(finished.out)
+    file, change, told = CHANGES["another config"]
+    kept = (run / "provenance.json").rename(tmp_path / "provenance.json")
+    try:
+        with edited(run.parent / file, change), pytest.raises(UserError, match=rf"has changed since .*{told}"):
+            train(finished, resume=True)
+    finally:
+        shutil.copy(kept, run / "provenance.json")
+    train(finished, resume=True)
+
+
 def test_a_reference_of_other_weights_is_refused_or_told_of(
     finished: RLConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

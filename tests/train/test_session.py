@@ -27,6 +27,7 @@ from whet.storage.checkpoint import LogHashes, Sameness, load_step, save_step, s
 from whet.train import session, sft
 from whet.train.optim.safety import SafetyConfig, TokenBudget, rehearse, set_deterministic
 from whet.train.optim.step import OptimConfig, forward_backward
+from whet.train.run import Run
 from whet.train.session import Stopped, Writer
 from whet.train.sft import SFTConfig, train
 from whet.types import UserError
@@ -107,6 +108,12 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_exactly(
     assert weights(tmp_path / "run", 8) == weights(tmp_path / "straight", 8)
 
 
+def empty(run: Path) -> None:
+    """Do what `rm -rf run/*` does."""
+    for path in run.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize(
     ("harm", "told"),
@@ -116,8 +123,13 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_exactly(
             shutil.rmtree,
             r"removed while the run was writing to it; the weights of step 6 are in .*run-rescued$",
         ),
+        (
+            lambda run: empty(run),
+            r"emptied while the run was writing to it; the weights of step 6 are in .*run-rescued$",
+        ),
+        (lambda run: (run / "metrics.jsonl").unlink(), r"emptied while .*run-rescued$"),
     ],
-    ids=["moved", "removed"],
+    ids=["moved", "removed", "emptied", "its log removed"],
 )
 def test_a_run_whose_folder_is_gone_keeps_its_weights_and_stops(
     harm: Callable[[Path], Any],
@@ -163,6 +175,24 @@ def test_a_folder_that_goes_while_a_checkpoint_is_written(
 
     monkeypatch.setattr(session, "save_step", save_and_remove)
     with pytest.raises(UserError, match=r"removed while .*; the weights of step 6 are in .*run-rescued$"):
+        train(make_config(tiny_policy, run, save_every=6))
+    assert (tmp_path / "run-rescued" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("harm", [shutil.rmtree, empty])
+def test_a_folder_that_goes_after_the_last_save(
+    harm: Callable[[Path], Any], tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, summary = tmp_path / "run", Run.write_summary
+
+    def late(self: Run, extra: Any) -> None:
+        harm(run)
+        summary(self, extra)
+
+    monkeypatch.setattr(Run, "write_summary", late)
+    with pytest.raises(
+        UserError, match=r"(removed|emptied) while .*; the weights of step 8 are in .*run-rescued$"
+    ):
         train(make_config(tiny_policy, run, save_every=6))
     assert (tmp_path / "run-rescued" / "model.safetensors").is_file()
 

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from whet.storage.commit import UNREADABLE, recover, set_aside, sync, verify_folder
@@ -125,10 +126,15 @@ def _lock(folder: Path) -> None:
         return
 
 
-def displaced(folder: Path) -> str:
-    """Say what became of a run folder that this process has locked: 'moved to ...' or 'removed'; '' while it is there.
+def displaced(folder: Path, files: Sequence[str] = ()) -> str:
+    """Say what became of a run folder that this process has locked: 'moved to ...', 'removed' or 'emptied'; '' while it
+    is there.
 
     Its open files would be written on, elsewhere or nowhere, and its checkpoints would make a new folder.
+
+    Args:
+        folder: The folder.
+        files: Files that are in it unless somebody removed them.
     """
     descriptor = _locks.get(folder.resolve())
     if descriptor is None:
@@ -139,7 +145,7 @@ def displaced(folder: Path) -> str:
     except OSError:
         found = None
     if found is not None and (found.st_dev, found.st_ino) == (locked.st_dev, locked.st_ino):
-        return ""
+        return "" if all((folder / name).is_file() for name in files) else "emptied"
     try:
         place = os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:  # no /proc

@@ -159,6 +159,7 @@ def write_provenance(
     problems: Iterable[Problem] = (),
     links: Sequence[Mapping[str, Any]] = (),
     inputs: Mapping[str, str] | None = None,
+    saved: Mapping[str, str] | None = None,
     may_differ: bool = False,
 ) -> dict[str, Any]:
     """Write provenance.json into a run folder; a resumed run keeps its first one, unless it is damaged.
@@ -171,6 +172,7 @@ def write_provenance(
         problems: The data: uid, prompt and answer of every problem are hashed, in any order.
         links: Runs of trackers: {"name", "id", "url"}.
         inputs: Hashes of everything that is read (`inputs_of`), which a resumed run has to find again; None: unknown.
+        saved: The same as a checkpoint has them, for where the file is gone or damaged; None: unknown.
         may_differ: Whether a resumed run with other inputs goes on: with a warning, and a note in the file.
 
     Returns:
@@ -189,6 +191,9 @@ def write_provenance(
         aside = path.replace(folder / f".corrupt-{PROVENANCE}")
         text = f"damaged; kept as {aside.name}, and rewritten: the run has a new id from now on"
         print(f"whet: warning: {path}: {text}", flush=True)
+    elif saved:
+        print(f"whet: warning: {path}: gone, and written again: the run has a new id from now on", flush=True)
+    changed = _changed_inputs(saved, inputs)
     environment = read_json(folder / "environment.json")
     start = environment.get("start_utc") or datetime.now(UTC).isoformat(timespec="seconds")
     salt = f"{config_yaml}\x00{folder.resolve()}\x00{time.time_ns()}\x00{os.getpid()}"
@@ -207,6 +212,10 @@ def write_provenance(
         "parent": None if parent is None else {"folder": str(parent), "run_id": run_id(parent)},
         "inputs": None if inputs is None else dict(inputs),
     }
+    if changed:
+        content = _with_changed(
+            content | {"inputs": saved}, inputs or {}, changed, folder, may_differ=may_differ
+        )
     return _write_sealed(path, content)
 
 
@@ -228,20 +237,40 @@ NOT_INPUTS = frozenset({"out", "safety", "track", "parallel", "cluster"})
 """Settings that name nothing that is computed with."""
 
 
-def inputs_of(config: Any, problems: Iterable[Problem]) -> dict[str, str]:
+def inputs_of(
+    config: Any,
+    problems: Iterable[Problem],
+    *,
+    held_out: Sequence[Problem] = (),
+    tools: Sequence[str] = (),
+) -> dict[str, str]:
     """Hash what a run reads besides its configuration: a resumed run that read something else would be another run.
 
     These are the problems in their order, every file that a setting names (rows, templates, rubrics, Python files of
     rewards, tasks and tools), the weights and the tokenizer of every model that a setting names, and whet itself. What
-    a Python file imports, and what images outside of the rows show, is not looked at.
+    a Python file imports, and what images outside of the rows show, is not looked at. Files are named as the setting
+    names them, so that a project may be moved as a whole.
 
     Args:
         config: The run's settings, a dataclass.
         problems: What is trained on.
+        held_out: What it is validated on: that decides which checkpoint is the best.
+        tools: The tools in force: a model may bring its own.
 
     Returns:
-        Hashes by a name that a user understands: 'problems', 'whet', or 'setting: file'.
+        Hashes by a name that a user understands: 'problems', 'validation problems', 'whet', or 'setting: file'.
     """
+    found = {"problems": _digest_of(problems), "whet": f"{__version__} {_own_code()}"}
+    if held_out:
+        found["validation problems"] = _digest_of(held_out)
+    for name, value in [*_settings(to_dict(config)), *(("tools", tool) for tool in tools)]:
+        for label, path in _files_of(value):
+            found[f"{name}: {label}"] = _digest(path)
+    return found
+
+
+def _digest_of(problems: Iterable[Problem]) -> str:
+    """Return number and hash of problems in their order."""
     rows, count = hashlib.sha256(), 0
     for problem in problems:
         meta = {name: text for name, text in problem.meta.items() if name != "file"}
@@ -256,11 +285,7 @@ def inputs_of(config: Any, problems: Iterable[Problem]) -> dict[str, str]:
         ]
         rows.update(json.dumps([texts, asked, meta]).encode() + b"\n")
         count += 1
-    found = {"problems": f"{count:,} {rows.hexdigest()}", "whet": f"{__version__} {_own_code()}"}
-    for name, value in _settings(to_dict(config)):
-        for path in _files_of(value):
-            found[f"{name}: {path}"] = _digest(path)
-    return found
+    return f"{count:,} {rows.hexdigest()}"
 
 
 def _settings(values: Any, above: str = "") -> Iterator[tuple[str, str]]:
@@ -276,18 +301,29 @@ def _settings(values: Any, above: str = "") -> Iterator[tuple[str, str]]:
             yield from _settings(value, above)
 
 
-def _files_of(value: str) -> Iterator[Path]:
-    """Yield the files that a setting's text stands for: a file, a function's file, or those of a model's folder."""
+def _files_of(value: str) -> Iterator[tuple[str, Path]]:
+    """Yield the files that a setting's text stands for, with their names: a file, a function's file, or those of a
+    model's or a tokenizer's folder."""
     if not value or "\n" in value or max(map(len, value.split("/"))) > 255:  # a prompt, not a path
         return
     spec = SPEC.fullmatch(value)
-    path = Path(spec["file"] if spec else value).expanduser()
+    text = spec["file"] if spec else value
+    path = Path(text).expanduser()
     if path.is_file():
-        yield path
-    elif (folder := _weights_folder(value)) is not None:
+        yield text, path
+        return
+    folder = _weights_folder(value)
+    if folder is None and path.is_dir():
+        folder = path.absolute()
+    if folder is not None:
         for inner in sorted(folder.iterdir()):
             if inner.is_file() and (inner.suffix in SPELLING or any(inner.match(name) for name in WEIGHTS)):
-                yield inner
+                where = (
+                    inner.relative_to(path.absolute())
+                    if inner.is_relative_to(path.absolute())
+                    else inner.name
+                )
+                yield f"{value.rstrip('/')}/{where}", inner
 
 
 def _changed_inputs(
@@ -330,9 +366,9 @@ def _told(name: str, before: str | None, now: str | None) -> str:
     """Say in a few words how an input has changed."""
     if before is None or now is None:
         return f"{name} is {'new' if before is None else 'gone'}"
-    if name == "problems":
+    if name.endswith("problems"):
         then, count = before.partition(" ")[0], now.partition(" ")[0]
-        return f"problems ({then}, now {count if count != then else 'with other texts or in another order'})"
+        return f"{name} ({then}, now {count if count != then else 'with other texts or in another order'})"
     return f"{name} ({before}, now {now})" if name == "whet" else name
 
 

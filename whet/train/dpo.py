@@ -709,7 +709,8 @@ def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None =
     kept = [pair for pair in pairs if not is_held_out(pair.uid, config.seed, config.validation_share)]
     if not kept:
         raise UserError(f"all {len(pairs)} pairs are held out; lower validation_share")
-    write_origin(config, [pair.as_problem() for pair in kept], None)
+    trained_on, validated_on = ([pair.as_problem() for pair in part] for part in (kept, held_out))
+    write_origin(config, policy, trained_on, None, validated_on)
 
     def train_batch(drawn: Sequence[tuple[int, Pair]], budget: TokenBudget) -> StepResult:
         return train_step(policy, [pair for _, pair in drawn], config, budget)

@@ -185,7 +185,7 @@ def train(config: RFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     config = resolve_precision(config)
     policy, task, problems, held_out = load_rft(config)
     folder = open_folder(config, resume=resume)
-    write_origin(config, problems, task)
+    write_origin(config, policy, problems, task, held_out)
 
     def train_batch(drawn: Sequence[tuple[int, TrainingSequence]], budget: TokenBudget) -> StepResult:
         rows = [sequence for _, sequence in drawn]

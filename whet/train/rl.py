@@ -121,8 +121,8 @@ def _steps(config: RLConfig, resume: Resume) -> Generator[TrainStep, None, Polic
     policy, task = setup.policy, setup.task
     warnings = [*audit_parts(setup), *heat_warnings(config.sampling.temperature)]
     folder = open_folder(config, resume=resume)
-    write_origin(config, setup.problems, task)
     held_out = _held_out(config, policy, task)
+    write_origin(config, policy, setup.problems, task, held_out)
     with gathered(policy.model):
         alive("probe")
         probe = probe_policy(policy, config.sampling)

@@ -328,7 +328,12 @@ class Run:
 
     def write_summary(self, extra: Mapping[str, float | str]) -> None:
         """Write summary.json: the last value of every metric, `extra`, how many weights changed, and the best
-        validation."""
+        validation.
+
+        Raises:
+            UserError: If the run folder went since the last save; the weights are kept.
+        """
+        self.session.check_place(self.step)
         if rank() != 0:
             return
         content: dict[str, float | str] = {

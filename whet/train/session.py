@@ -36,7 +36,7 @@ from whet.ranks.collectives import all_reduce_max, is_distributed, is_share, on_
 from whet.ranks.fsdp import ParallelConfig, fill, sharding, whole_copies
 from whet.report.markdown import write_report
 from whet.sandbox.reentry import refuse_reentry
-from whet.storage.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step
+from whet.storage.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step, saved_inputs
 from whet.storage.commit import DiskFullError, commit_folder
 from whet.storage.folder import check_folder, displaced, open_run
 from whet.tasks.base import told_of
@@ -153,6 +153,8 @@ TOLD = (
     *("rft/loss", "eval/greedy", "sft/validation_loss"),
 )
 """Metrics that a printed step shows."""
+KEPT = ("config.yaml", "metrics.jsonl")
+"""Files that are in a run folder from its first step on, unless somebody removed them."""
 SIGNALS = tuple(
     getattr(signal, f"SIG{name}")
     for name in ("TERM", "INT", "USR1", "USR2", "HUP", "QUIT")
@@ -339,13 +341,21 @@ def end_check(config: RunConfig, told: Sequence[str], *, resume: Resume) -> None
     print("# checked: model, data, prompts and folder; the run would start")
 
 
-def write_origin(config: RunConfig, problems: Sequence[Problem], source: Task | None) -> None:
+def write_origin(
+    config: RunConfig,
+    policy: Policy,
+    problems: Sequence[Problem],
+    source: Task | None,
+    held_out: Sequence[Problem] = (),
+) -> None:
     """Write provenance.json (the run's id, hashes of everything that it depends on) and quarantine.jsonl.
 
     Args:
         config: The run's settings.
+        policy: The policy, whose tools count.
         problems: Those that are trained on.
         source: The task that they come from; None where the rows that were left out are written already.
+        held_out: Those that it is validated on.
 
     Raises:
         UserError: If a resumed run reads something else than when it was started.
@@ -358,7 +368,8 @@ def write_origin(config: RunConfig, problems: Sequence[Problem], source: Task | 
             adapter=config.policy.adapter,
             config_yaml=dump_yaml(config),
             problems=problems,
-            inputs=inputs_of(config, problems),
+            inputs=inputs_of(config, problems, held_out=held_out, tools=policy.schema.tools),
+            saved=saved_inputs(Path(config.out)),
             may_differ=config.safety.deterministic in ("warn", "off"),
         )
         if source is not None:
@@ -647,7 +658,7 @@ class Session:
 
     def _check_place(self, step: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Keep the weights of a run whose folder is gone, and end it."""
-        if not (place := displaced(self._folder)):
+        if not (place := displaced(self._folder, KEPT if step else KEPT[:1])):
             return
         rescue = self._folder.with_name(f"{self._folder.name}-rescued")
         with commit_folder(rescue) as temporary:
@@ -656,6 +667,16 @@ class Session:
         raise UserError(
             f"{text}; move it back to go on with --resume" if place.startswith("moved to") else text
         )
+
+    def check_place(self, step: int) -> None:
+        """Keep the weights of a run whose folder went after the last save, and end it.
+
+        Raises:
+            UserError: If it was moved, removed or emptied.
+        """
+        self._writer.wait()
+        if not is_distributed():
+            self._check_place(step, whole_copies(self._policy.own_weights()))
 
     def _check_space(self, size: int) -> None:
         free = shutil.disk_usage(self._folder).free

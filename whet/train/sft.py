@@ -359,7 +359,7 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     held_out = validation_rows(config, policy, task)
     notes = [*learnt.notes, *learn_ends(policy, learnt.end_ids)]
     open_folder(config, resume=resume)
-    write_origin(config, kept, task)
+    write_origin(config, policy, kept, task, held_out)
     encoded: dict[tuple[int, bool], TrainingSequence] = {}
 
     def learnt_of(epoch: int, problem: Problem) -> TrainingSequence:
