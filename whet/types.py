@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length"]
 
 
+LARGEST = 1e9
+"""Bound of a user's reward, and of a reward's weight: beyond it nothing is left of a group's other rewards, or their
+squares overflow."""
+
+
 def problem_uid(task: str, prompt: str, images: Sequence[str] = ()) -> str:
     """Name a problem by its content, so that splits and seeds never depend on its row number.
 

@@ -122,7 +122,10 @@ def test_bad_configs(
     ("changes", "message"),
     [
         ({"rewards": {"nonsense": 1.0}}, r"rewards\.nonsense: no such reward"),
-        ({"rewards": {"format": float("inf")}}, r"rewards\.format = inf: expected a finite weight"),
+        (
+            {"rewards": {"format": float("inf")}},
+            r"rewards\.format = inf: expected a weight from -1e.09 to 1e.09",
+        ),
         ({"rewards": {"episode": 1.0}}, r"rewards\.episode: task arithmetic has no environment that pays"),
         ({"reward": ("mine.py",)}, r"expected path\.py:function"),
         ({"reward": ("nowhere.py:f",)}, r"no file 'nowhere\.py'"),

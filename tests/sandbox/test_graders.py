@@ -512,3 +512,21 @@ def test_numbers_of_numpy_and_torch_are_numbers() -> None:
     assert [plain_number(value) for value in (np.int64(3), "3", None)] == [3, "3", None]
     several = np.array([1.0])
     assert plain_number(several) is several  # refused, with a name, as before
+
+
+@pytest.mark.parametrize(
+    ("limit", "value"),
+    [("set_int_max_str_digits(0)", "10**50_000"), ("setrecursionlimit(10**6)", "deep()")],
+)
+def test_a_file_that_lifts_pythons_limits_is_an_outcome(tmp_path: Path, limit: str, value: str) -> None:
+    """Then the server, which imports the file, too, can read what this process cannot."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        f"import sys\nsys.{limit}\n"
+        "def deep():\n    x = []\n    for _ in range(60_000):\n        x = [x]\n    return x\n"
+        f"def grade(x):\n    return {value} if x else 1\n"
+    )
+    with GraderPool(f"{path}:grade", num_workers=1) as graders:
+        (bad,), (good,) = graders.map([(1,)]), graders.map([(0,)])
+    assert (bad.kind, good.kind, good.value) == ("error", "ok", 1)
+    assert "\n" not in bad.message

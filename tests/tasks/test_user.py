@@ -227,7 +227,9 @@ def test_an_environment_and_the_optional_parts_are_passed_on(tmp_path: Path) -> 
         ("['go']", "step returned str 'go', expected whet.types.Turn"),
         ("[Turn(observation=5)]", "expected whet.types.Turn with text or None"),
         ("[Turn(reward='1')]", "a number as reward"),
-        ("[Turn(reward=float('nan'))]", "paid nan, expected a finite number"),
+        ("[Turn(reward=float('nan'))]", r"paid nan, expected a number from -1e\+09 to 1e\+09"),
+        ("[Turn(reward=1e300)]", r"paid 1e\+300, expected a number from"),
+        ("[Turn(reward=10**5000)]", r"paid a larger integer, expected a number from"),
         ("1 / 0", r"line 10: environment.step failed: ZeroDivisionError"),
     ],
 )

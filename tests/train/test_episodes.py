@@ -276,7 +276,7 @@ def test_tools_and_environments_that_are_not_there(tiny_policy: PolicyConfig, tm
         ("nowhere.py:f", "no file 'nowhere.py'; check --reward"),
         ("mine:even", "expected path.py:function"),
         ("{mine}:even=lots", "'lots' is not a weight"),
-        ("{mine}:even=inf", "expected a finite weight"),
+        ("{mine}:even=inf", "expected a weight from -1e.09 to 1e.09"),
     ],
 )
 def test_mistakes_in_own_rewards(

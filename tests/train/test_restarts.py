@@ -116,9 +116,19 @@ def test_a_signal_to_the_waiting_process_ends_both(number: int, run: Path) -> No
     assert len((run / "starts").read_text().splitlines()) == 1
 
 
-def waiting(run: Path) -> subprocess.Popen[bytes]:
+def test_under_nohup_a_lost_terminal_ends_neither(run: Path) -> None:
+    (run / "ends.json").write_text(json.dumps([(2, "wait")]))
+    process = waiting(run, "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n")
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 128 + signal.SIGTERM
+
+
+def waiting(run: Path, first: str = "") -> subprocess.Popen[bytes]:
     """Supervise the stand-in in a process of its own; return when it waits."""
-    code = (
+    code = first + (
         f"import sys; from pathlib import Path; from whet.train import restarts\n"
         f"restarts.COMMAND = (sys.executable, '-c', {TRAINING!r})\n"
         f"sys.exit(restarts.supervise([{str(run)!r}], Path({str(run)!r}), 3))"

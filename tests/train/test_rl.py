@@ -706,7 +706,10 @@ def test_inputs_are_bound_to_the_checkpoint(finished: RLConfig, tmp_path: Path) 
     file, change, told = CHANGES["another config"]
     kept = (run / "provenance.json").rename(tmp_path / "provenance.json")
     try:
-        with edited(run.parent / file, change), pytest.raises(UserError, match=rf"has changed since .*{told}"):
+        with (
+            edited(run.parent / file, change),
+            pytest.raises(UserError, match=rf"has changed since .*{told}"),
+        ):
             train(finished, resume=True)
     finally:
         shutil.copy(kept, run / "provenance.json")

@@ -69,6 +69,7 @@ def test_ranks_that_share_a_model_train_as_one_process(tmp_path: Path) -> None:
     jobs = [
         ("sft, muon", "fsdp, kept between passes"),
         ("ppo, a rank without tokens", "fsdp, layer by layer"),
+        ("grpo, refill", "replicate"),
     ]
     for program, _ in jobs:
         equal.run(program, "replicate", base, tmp_path / "one" / program)

@@ -12,7 +12,7 @@ from typing import Protocol
 from whet.rewards.presets import CHESS, PRESETS, Preset, program_keywords, program_loads, program_tests
 from whet.sandbox.graders.graders import GraderPool, Outcome
 from whet.schema import ResponseSchema
-from whet.types import Problem, Reward, Task, UserError
+from whet.types import LARGEST, Problem, Reward, Task, UserError
 
 EPISODE = "episode"
 """Name of an environment's per-turn rewards; they are not a function of the text."""
@@ -95,10 +95,6 @@ REWARDS: dict[str, Preset] = {
 """Name -> factory of the reward function. `correct` is the main reward; the others shape it."""
 
 
-LARGEST = 1e9
-"""Bound of a user's reward: beyond it nothing is left of a group's other rewards, or their squares overflow."""
-
-
 def parse_own(text: str) -> tuple[str, str, float]:
     """Read `path.py:function` or `path.py:function=weight`.
 
@@ -116,8 +112,8 @@ def parse_own(text: str) -> tuple[str, str, float]:
         weight = float(number) if equals else 1.0
     except ValueError:
         raise UserError(f"reward {text!r}: {number!r} is not a weight; expected a number after '='") from None
-    if not math.isfinite(weight):
-        raise UserError(f"reward {text!r}: expected a finite weight")
+    if not abs(weight) <= LARGEST:
+        raise UserError(f"reward {text!r}: expected a weight from -{LARGEST:g} to {LARGEST:g}")
     return spec, name, weight
 
 
@@ -226,14 +222,14 @@ def build_rewards(
         The built-in rewards in the order of the table, then the user's.
 
     Raises:
-        UserError: If a name is unknown or repeated, a weight is not finite, or there is none.
+        UserError: If a name is unknown or repeated, a weight is not finite or too large, or there is none.
     """
     for name, weight in weights.items():
         if name not in REWARDS and name not in ELSEWHERE:
             everything = ", ".join((*REWARDS, *ELSEWHERE))
             raise UserError(f"rewards.{name}: no such reward; expected one of {everything}")
-        if not math.isfinite(weight):
-            raise UserError(f"rewards.{name} = {weight}: expected a finite weight")
+        if not abs(weight) <= LARGEST:
+            raise UserError(f"rewards.{name} = {weight}: expected a weight from -{LARGEST:g} to {LARGEST:g}")
     names = [*weights, *map(own_name, own)]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import inspect
-import math
 import os
 import re
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 from whet.sandbox.graders.loading import spec_of
 from whet.sandbox.reentry import importing
 from whet.schema import ANSWER_TYPE_WORDS
-from whet.types import Allowed, Problem, Turn, UserError
+from whet.types import LARGEST, Allowed, Problem, Turn, UserError
 
 OPTIONAL = ("judge_many", "wrong_answer", "other_spellings", "seconds_per_answer")
 """Attributes of the user's class that are passed through: see `whet.eval.audit` and `whet.types.ManyJudge`."""
@@ -213,8 +212,11 @@ class _UserEnvironment:
                 f"{self._file}: environment.step returned {_kind(turn)}, expected whet.types.Turn with text or None as "
                 "observation and a number as reward"
             )
-        if not math.isfinite(turn.reward):
-            raise UserError(f"{self._file}: environment.step paid {turn.reward}, expected a finite number")
+        if not abs(turn.reward) <= LARGEST:
+            paid = f"{turn.reward:g}" if isinstance(turn.reward, float) else "a larger integer"
+            raise UserError(
+                f"{self._file}: environment.step paid {paid}, expected a number from -{LARGEST:g} to {LARGEST:g}"
+            )
 
 
 def _kind(value: Any) -> str:

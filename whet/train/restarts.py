@@ -50,11 +50,17 @@ def supervise(words: Sequence[str], run: Path, limit: int) -> int:
         if child is not None and child.poll() is None:
             child.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in ASKED}
+    is_deaf = (
+        hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    )  # nohup: the child, too
+    heard = [number for number in ASKED if not (is_deaf and number == signal.SIGHUP)]
+    before = {number: signal.signal(number, pass_on) for number in heard}
     try:
         crashed_at: int | None = None
         for number in range(limit + 1):
             child = subprocess.Popen([*COMMAND, *words], preexec_fn=_end_with_parent())
+            if asked:  # while it was being started
+                child.send_signal(asked)
             code = child.wait()
             status = code if code >= 0 else 128 - code
             if asked or status in (0, USER_ERROR) or status - 128 in ASKED:

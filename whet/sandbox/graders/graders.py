@@ -176,7 +176,15 @@ class GraderPool:
                     index, _, text = reader.readline().partition(b" ")
                     if not text.endswith(b"\n"):
                         return
-                    got = json.loads(text)
+                    try:
+                        got = json.loads(text)
+                    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, lists in lists
+                        got = {
+                            "value": None,
+                            "kind": "error",
+                            "message": f"its result cannot be read ({error})",
+                        }
+                        got["seconds"] = 0.0
                     outcomes[int(index)] = Outcome(got["value"], got["kind"], got["message"], got["seconds"])
             except ConnectionError:
                 return
