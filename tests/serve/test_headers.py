@@ -78,6 +78,17 @@ def test_headers_that_trickle_keep_nobody_out(port: int) -> None:
         assert httpx.get(f"http://127.0.0.1:{port}/").text == "0"
 
 
+def test_bodies_that_trickle_keep_nobody_out(port: int) -> None:
+    with ExitStack() as stack:
+        for _ in range(3 * MOST):
+            head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\na"
+            stack.enter_context(connected(port, head))
+            time.sleep(0.01)
+        for _ in range(5):
+            assert httpx.get(f"http://127.0.0.1:{port}/").text == "0"
+            assert httpx.post(f"http://127.0.0.1:{port}/", content=b"a" * 10**6).text == "1000000"
+
+
 @pytest.mark.parametrize("first", [b"", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"], ids=["first", "second"])
 def test_headers_have_a_deadline(first: bytes, port: int) -> None:
     with connected(port, first) as client:

@@ -759,11 +759,12 @@ def test_the_watchdog_begins_before_the_first_step_and_ends_with_the_run(
         raise UserError("no problem is left")
 
     with monkeypatch.context() as patch:
+        patch.setattr(setup, "load_task", partial(look, setup.load_task))
         patch.setattr(setup, "preflight", partial(look, setup.preflight))
         patch.setattr(rl, "select_problems", partial(look, fail))
         with pytest.raises(UserError, match="no problem is left"):
             train(config)
-    assert seen == [("preflight", False), ("curriculum", True)]
+    assert seen == [("load", False), ("preflight", False), ("curriculum", True)]
     assert heartbeat.current() is None
     found = json.loads(path.read_text())
     assert (found["state"], found["reason"]) == ("failed", "UserError: no problem is left")

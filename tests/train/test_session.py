@@ -72,7 +72,7 @@ def at_call(number: int, action: Callable[[], Any], function: Callable[..., Any]
     ("name", "background"),
     [
         *((name, True) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")),
-        *(pytest.param(name, True, marks=pytest.mark.ci) for name in ("SIGUSR2", "SIGQUIT")),
+        *(pytest.param(name, True, marks=pytest.mark.ci) for name in ("SIGUSR2", "SIGQUIT", "SIGXCPU")),
         pytest.param("SIGTERM", False, marks=pytest.mark.ci),
     ],
 )

@@ -1,4 +1,5 @@
-"""Deadlines and limits of what clients send before their request is known: headers that trickle, or never end."""
+"""Deadlines and limits of what clients send before their request is known: headers and bodies that trickle, or never
+end."""
 
 from __future__ import annotations
 
@@ -17,18 +18,20 @@ def impatient(max_connections: int) -> type[H11Protocol]:
     """Make the protocol of one server: it closes connections that keep it waiting for their headers.
 
     Args:
-        max_connections: Where there are as many, the one without a request for longest makes way for a new one:
-            clients that send a byte now and then, or nothing, do not keep others out.
+        max_connections: Where there are as many, the one without a request for longest makes way for a new one, else
+            the one that has been sending its request's body for longest: clients that send a byte now and then, or
+            nothing, do not keep others out.
     """
     idle: dict[Impatient, None] = {}
+    sending: dict[Impatient, None] = {}
 
     class Impatient(H11Protocol):
         deadline: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             super().connection_made(transport)
-            if len(self.connections) >= max_connections and idle:
-                next(iter(idle)).give_up()
+            if len(self.connections) >= max_connections and (idle or sending):
+                next(iter(idle or sending)).give_up()
             idle[self] = None
             self._expect()
 
@@ -38,6 +41,10 @@ def impatient(max_connections: int) -> type[H11Protocol]:
             super().data_received(data)
             if self.conn.their_state is not h11.IDLE:
                 self._end()
+            if self.conn.their_state is h11.SEND_BODY:
+                sending[self] = None
+            else:
+                sending.pop(self, None)
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
@@ -45,10 +52,12 @@ def impatient(max_connections: int) -> type[H11Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._end()
+            sending.pop(self, None)
             super().connection_lost(exc)
 
         def give_up(self) -> None:
             self._end()
+            sending.pop(self, None)
             self.connections.discard(self)
             self.transport.abort()
 

@@ -699,7 +699,7 @@ def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None =
     Raises:
         UserError: If inputs are inconsistent, there are no pairs, or the run cannot resume.
     """
-    tracking = begin(config)
+    tracking = begin(config, watch=True)
     config = resolve_precision(config)
     policy = load_start(config)
     folder = open_folder(config, resume=resume)

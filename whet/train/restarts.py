@@ -22,7 +22,7 @@ FIRST_S, LONGEST_S = 1.0, 60.0
 """Seconds until the first start anew, and at most; they double with each."""
 ASKED = tuple(
     getattr(signal, f"SIG{name}")
-    for name in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2")
+    for name in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "XCPU")
     if hasattr(signal, f"SIG{name}")
 )
 """Signals that ask a training to save and stop; they are passed on to it."""

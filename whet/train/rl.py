@@ -115,7 +115,7 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
 
 
 def _steps(config: RLConfig, resume: Resume) -> Generator[TrainStep, None, Policy]:
-    tracking = begin(config)
+    tracking = begin(config, watch=True)
     config = resolve_precision(config)
     setup = load_rl(config)
     policy, task = setup.policy, setup.task

@@ -157,7 +157,7 @@ KEPT = ("config.yaml", "metrics.jsonl")
 """Files that are in a run folder from its first step on, unless somebody removed them."""
 SIGNALS = tuple(
     getattr(signal, f"SIG{name}")
-    for name in ("TERM", "INT", "USR1", "USR2", "HUP", "QUIT")
+    for name in ("TERM", "INT", "USR1", "USR2", "HUP", "QUIT", "XCPU")
     if hasattr(signal, f"SIG{name}")
 )
 """Signals after which a run saves and stops: a scheduler's, Ctrl-C, a lost terminal."""
@@ -286,12 +286,20 @@ def written_date(folder: Path) -> str:
     return date if isinstance(date, str) else ""
 
 
-def begin(config: RunConfig) -> Tracking:
-    """Fix kernels and the order of sums, and load the trackers: a missing package ends the run before it starts."""
+def begin(config: RunConfig, *, watch: bool = False) -> Tracking:
+    """Fix kernels and the order of sums, and load the trackers: a missing package ends the run before it starts.
+
+    Args:
+        config: The run's settings.
+        watch: Begin a heartbeat, which `watched` ends: models, tasks and data may hang while they are loaded, before
+            there is a folder to write to.
+    """
     refuse_reentry("a training")  # in a worker that imports the script which trains, it would start itself
     dispatch.restore(Path(config.out))
     sameness = config.safety.sameness(resolve_device(config.policy.device))
     set_deterministic(sameness, compiles=config.optim.compile)
+    if watch:
+        Heartbeat(None, rank(), timeout_s=config.safety.hang_timeout_s, phase="load").__enter__()
     return Tracking(config.track, Path(config.out), enabled=rank() == 0)
 
 
@@ -325,6 +333,7 @@ def open_folder(config: RunConfig, *, resume: Resume) -> Path:
         print(f"whet: kernels: {facts['kernels']}", flush=True)
 
     on_main(prepare)
+    _end_heartbeat(None)  # of the loading
     Heartbeat(folder, rank(), timeout_s=config.safety.hang_timeout_s).__enter__()
     return folder
 

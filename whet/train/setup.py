@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from whet.schema import ResponseSchema
 from whet.tasks.base import answer_type_of, check_gold, load_task
 from whet.tasks.mixture import PART
 from whet.tasks.tools import environment_for
-from whet.telemetry.heartbeat import Heartbeat
+from whet.telemetry.heartbeat import Heartbeat, current
 from whet.train.rl_config import RLConfig
 from whet.train.rollout.order import data_order
 from whet.train.rollout.rollout import Rollout, collect_groups
@@ -249,13 +249,11 @@ def audit_parts(setup: RLSetup) -> list[str]:
     failures = []
     if setup.config.teacher.is_given and not any(setup.config.reward_weights.values()):
         return failures  # the teacher teaches alone: rewards of weight 0 tell nothing apart
-    limit = setup.config.safety.hang_timeout_s
-    with Heartbeat(
-        None, rank(), timeout_s=limit, phase="preflight"
-    ) as heartbeat:  # no folder to write to yet
+    alone = Heartbeat(None, rank(), timeout_s=setup.config.safety.hang_timeout_s)  # of a dry run
+    with alone if (beating := current()) is None else nullcontext(beating) as heartbeat:
         for part in {problem.meta.get(PART): None for problem in setup.problems}:
             own = [problem for problem in setup.problems if problem.meta.get(PART) == part]
-            heartbeat.go_on()
+            heartbeat.go_on("preflight")
             try:
                 failures += preflight(setup.task, setup.rewards, setup.policy.schema, own)
             except UserError as error:
