@@ -144,7 +144,8 @@ def displaced(folder: Path, files: Sequence[str] = ()) -> str:
         found = folder.stat()
     except OSError:
         found = None
-    if found is not None and (found.st_dev, found.st_ino) == (locked.st_dev, locked.st_ino):
+    is_there = locked.st_nlink > 0  # a folder made in a removed one's place may get its number
+    if is_there and found is not None and (found.st_dev, found.st_ino) == (locked.st_dev, locked.st_ino):
         return "" if all((folder / name).is_file() for name in files) else "emptied"
     try:
         place = os.readlink(f"/proc/self/fd/{descriptor}")

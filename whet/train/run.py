@@ -90,6 +90,7 @@ class Run:
         records: bool = True,
     ) -> None:
         self.step = 0
+        self._was_opened = False
         self.last: dict[str, float] = {}
         self.best: float | None = None
         shard_layers(policy.model, config.parallel)
@@ -172,6 +173,7 @@ class Run:
             HardwareMonitor() as self.monitor,
             Session(self.stage, self._config, self.policy) as self.session,
         ):
+            self._was_opened = True
             for note in notes:
                 self.display.note(note)
             for warning in warnings:
@@ -333,7 +335,8 @@ class Run:
         Raises:
             UserError: If the run folder went since the last save; the weights are kept.
         """
-        self.session.check_place(self.step)
+        if self._was_opened:  # else it had been finished, and goes no further
+            self.session.check_place(self.step)
         if rank() != 0:
             return
         content: dict[str, float | str] = {
