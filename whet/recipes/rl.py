@@ -223,13 +223,13 @@ def calculator() -> RLConfig:
 def chess() -> RLConfig:
     """GRPO on lines of chess from the fine-tuned small model: python-chess and Stockfish's lines decide what pays.
 
-    Legal moves and exact boards pay most: under the sum of all parts alone nothing moves (docs/LOG.md).
+    Legal moves and exact lines pay most: under the sum of all parts alone nothing moves (docs/LOG.md).
     """
     return RLConfig(
         out="runs/chess-rl",
         policy=chess_policy("runs/chess-sft"),
         task=CHESS,
-        rewards={"chess_legal": 1.0, "chess_fen": 1.0, "chess": 0.3, "correct": 0.0, "chess_best": 0.0},
+        rewards={"chess_legal": 1.0, "correct": 1.0, "chess_fen": 0.5, "chess": 0.3, "chess_best": 0.0},
         sampling=SamplingParams(temperature=1.0, max_new_tokens=96),
         algo=AlgoConfig(clip_high=0.28, uninformative="refill"),
         optim=OptimConfig(
