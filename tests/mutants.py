@@ -1219,7 +1219,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("choice", "(preset.best if weights[name] >= 0 else preset.worst)", "preset.best"),
         ("guard", "names.count(name) > 1", "names.count(name) > 2"),
         ("factor", "sum(reward.weight * (reward.best or 0.0)", "sum((reward.best or 0.0)"),
-        ("guard", "        if not abs(weight) <= LARGEST:", "        if False:"),
+        ("guard", "        if not abs(weight) <= LARGEST_REWARD:", "        if False:"),
         (
             "choice",
             "return None if is_correct is None else float(is_correct)",

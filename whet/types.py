@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length"]
 
 
-LARGEST = 1e9
+LARGEST_REWARD = 1e9
 """Bound of a user's reward, and of a reward's weight: beyond it nothing is left of a group's other rewards, or their
 squares overflow."""
 

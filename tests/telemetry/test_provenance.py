@@ -292,6 +292,10 @@ def test_inputs_are_compared_with_a_checkpoints_where_provenance_is_gone(
     damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, now = {"problems": "3 abc"}, {"problems": "2 def"}
+    for step, inputs in ((2, now), (10, before)):
+        training = tmp_path / "checkpoints" / f"step_{step:08d}" / "training"
+        training.mkdir(parents=True)
+        (training / "state.json").write_text(json.dumps({"step": step, "inputs": inputs}))
     first = write_provenance(tmp_path, inputs=before)
     path = tmp_path / "provenance.json"
     for inputs, refused in ((before, False), (now, True)):
@@ -299,14 +303,14 @@ def test_inputs_are_compared_with_a_checkpoints_where_provenance_is_gone(
         if damage == "cut":
             path.write_text('{"run_id": "')
         if not refused:
-            again = write_provenance(tmp_path, inputs=inputs, saved=before)
+            again = write_provenance(tmp_path, inputs=inputs)
             assert again["inputs"] == before
             assert again["run_id"] != first["run_id"]
             assert "new id" in capsys.readouterr().out
             continue
         with pytest.raises(UserError, match=r"has changed .*problems \(3, now 2\)"):
-            write_provenance(tmp_path, inputs=inputs, saved=before)
+            write_provenance(tmp_path, inputs=inputs)
         path.unlink(missing_ok=True)
-        noted = write_provenance(tmp_path, inputs=inputs, saved=before, may_differ=True)
+        noted = write_provenance(tmp_path, inputs=inputs, may_differ=True)
         assert noted["inputs"] == now
         assert noted["input_changes"][0]["changed"] == {"problems": ["3 abc", "2 def"]}

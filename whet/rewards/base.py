@@ -12,7 +12,7 @@ from typing import Protocol
 from whet.rewards.presets import CHESS, PRESETS, Preset, program_keywords, program_loads, program_tests
 from whet.sandbox.graders.graders import GraderPool, Outcome
 from whet.schema import ResponseSchema
-from whet.types import LARGEST, Problem, Reward, Task, UserError
+from whet.types import LARGEST_REWARD, Problem, Reward, Task, UserError
 
 EPISODE = "episode"
 """Name of an environment's per-turn rewards; they are not a function of the text."""
@@ -112,8 +112,8 @@ def parse_own(text: str) -> tuple[str, str, float]:
         weight = float(number) if equals else 1.0
     except ValueError:
         raise UserError(f"reward {text!r}: {number!r} is not a weight; expected a number after '='") from None
-    if not abs(weight) <= LARGEST:
-        raise UserError(f"reward {text!r}: expected a weight from -{LARGEST:g} to {LARGEST:g}")
+    if not abs(weight) <= LARGEST_REWARD:
+        raise UserError(f"reward {text!r}: expected a weight from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}")
     return spec, name, weight
 
 
@@ -185,11 +185,15 @@ def own_reward(
         for outcome in outcomes:
             value, message = outcome.value, outcome.message
             if outcome.kind == "ok" and value is not None:
-                if isinstance(value, (int, float)) and abs(value) <= LARGEST:
+                if isinstance(value, (int, float)) and abs(value) <= LARGEST_REWARD:
                     scores.append(float(value))
                     continue
                 message = f"returned {type(value).__name__} {value!r:.60}, expected None or a number"
-                message += f" from -{LARGEST:g} to {LARGEST:g}" if isinstance(value, (int, float)) else ""
+                message += (
+                    f" from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
+                    if isinstance(value, (int, float))
+                    else ""
+                )
             if outcome.kind != "ok" or value is not None:
                 failures.count += 1
                 failures.latest = (
@@ -228,8 +232,10 @@ def build_rewards(
         if name not in REWARDS and name not in ELSEWHERE:
             everything = ", ".join((*REWARDS, *ELSEWHERE))
             raise UserError(f"rewards.{name}: no such reward; expected one of {everything}")
-        if not abs(weight) <= LARGEST:
-            raise UserError(f"rewards.{name} = {weight}: expected a weight from -{LARGEST:g} to {LARGEST:g}")
+        if not abs(weight) <= LARGEST_REWARD:
+            raise UserError(
+                f"rewards.{name} = {weight}: expected a weight from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
+            )
     names = [*weights, *map(own_name, own)]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

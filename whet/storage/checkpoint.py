@@ -164,7 +164,6 @@ ALONE, SHARDS = "optimizer.safetensors", "optimizer"
 """File of the tensors of one process; folder of those that several ranks wrote together."""
 RECORDS = "replay"
 """Folder of recorded steps; each starts from the checkpoint of the step before, the first without weights."""
-INPUTS = "inputs.json"
 LOGS = ("metrics.jsonl", "samples.jsonl")
 Sameness = Literal["strict", "warn", "off"]
 """What to do if a resumed run cannot be bitwise the same: refuse, warn, or nothing."""
@@ -254,20 +253,6 @@ def saved_steps(run: Path) -> list[int]:
     return [step for step in _steps(run) if (step_folder(run, step) / MANIFEST).is_file()]
 
 
-def saved_inputs(run: Path) -> dict[str, str] | None:
-    """Return the hashes of what a run reads as its newest checkpoint has them; None where none has any."""
-    found = (_read_object(step_folder(run, step) / "training" / INPUTS) for step in reversed(_steps(run)))
-    return next((inputs for inputs in found if inputs), None)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def _steps(run: Path) -> list[int]:
     """Return the steps that have a folder, damaged ones too, ascending."""
     folders = (run / "checkpoints").glob("step_*")
@@ -323,8 +308,6 @@ def save_step(
         for name in described:
             sync(run / name)
         (training / "logs.json").write_text(json.dumps(described, indent=1) + "\n")
-        if inputs := _read_object(run / "provenance.json").get("inputs"):
-            (training / INPUTS).write_text(json.dumps(inputs, indent=1) + "\n")
 
     if is_distributed():
         commit_sharded(folder, f"training/{SHARDS}", tensors, write)

@@ -17,7 +17,7 @@ from typing import Any
 from whet.sandbox.graders.loading import spec_of
 from whet.sandbox.reentry import importing
 from whet.schema import ANSWER_TYPE_WORDS
-from whet.types import LARGEST, Allowed, Problem, Turn, UserError
+from whet.types import LARGEST_REWARD, Allowed, Problem, Turn, UserError
 
 OPTIONAL = ("judge_many", "wrong_answer", "other_spellings", "seconds_per_answer")
 """Attributes of the user's class that are passed through: see `whet.eval.audit` and `whet.types.ManyJudge`."""
@@ -212,10 +212,11 @@ class _UserEnvironment:
                 f"{self._file}: environment.step returned {_kind(turn)}, expected whet.types.Turn with text or None as "
                 "observation and a number as reward"
             )
-        if not abs(turn.reward) <= LARGEST:
+        if not abs(turn.reward) <= LARGEST_REWARD:
             paid = f"{turn.reward:g}" if isinstance(turn.reward, float) else "a larger integer"
             raise UserError(
-                f"{self._file}: environment.step paid {paid}, expected a number from -{LARGEST:g} to {LARGEST:g}"
+                f"{self._file}: environment.step paid {paid}, expected a number from -{LARGEST_REWARD:g} to "
+                f"{LARGEST_REWARD:g}"
             )
 
 

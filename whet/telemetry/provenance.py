@@ -159,10 +159,11 @@ def write_provenance(
     problems: Iterable[Problem] = (),
     links: Sequence[Mapping[str, Any]] = (),
     inputs: Mapping[str, str] | None = None,
-    saved: Mapping[str, str] | None = None,
     may_differ: bool = False,
 ) -> dict[str, Any]:
     """Write provenance.json into a run folder; a resumed run keeps its first one, unless it is damaged.
+
+    Where it is gone or damaged, inputs are compared with those that the newest checkpoint has.
 
     Args:
         folder: The run folder, with its environment.json.
@@ -172,7 +173,6 @@ def write_provenance(
         problems: The data: uid, prompt and answer of every problem are hashed, in any order.
         links: Runs of trackers: {"name", "id", "url"}.
         inputs: Hashes of everything that is read (`inputs_of`), which a resumed run has to find again; None: unknown.
-        saved: The same as a checkpoint has them, for where the file is gone or damaged; None: unknown.
         may_differ: Whether a resumed run with other inputs goes on: with a warning, and a note in the file.
 
     Returns:
@@ -181,7 +181,7 @@ def write_provenance(
     Raises:
         UserError: If a resumed run has other inputs and may not.
     """
-    path = folder / PROVENANCE
+    path, saved = folder / PROVENANCE, _saved_inputs(folder)
     if path.is_file():
         if _is_whole(known := read_json(path)):
             if changed := _changed_inputs(known.get("inputs"), inputs):
@@ -312,25 +312,32 @@ def _files_of(value: str) -> Iterator[tuple[str, Path]]:
     if path.is_file():
         yield text, path
         return
-    folder = _weights_folder(value)
-    if folder is None and path.is_dir():
-        folder = path.absolute()
+    folder, own = _weights_folder(value), path.absolute()
+    if folder is None and any(own.glob("tokenizer*")):
+        folder = own
     if folder is not None:
+        above = own if folder.is_relative_to(own) else folder  # else the hub's cache
         for inner in sorted(folder.iterdir()):
             if inner.is_file() and (inner.suffix in SPELLING or any(inner.match(name) for name in WEIGHTS)):
-                where = (
-                    inner.relative_to(path.absolute())
-                    if inner.is_relative_to(path.absolute())
-                    else inner.name
-                )
-                yield f"{value.rstrip('/')}/{where}", inner
+                yield f"{value.rstrip('/')}/{inner.relative_to(above)}", inner
+
+
+def known_inputs(folder: Path) -> dict[str, str]:
+    """Return the hashes of what a run read when it was started; {} where they are not known."""
+    return read_json(folder / PROVENANCE).get("inputs") or {}
+
+
+def _saved_inputs(folder: Path) -> dict[str, str]:
+    """Return the same as the newest checkpoint has it."""
+    states = sorted(folder.glob("checkpoints/step_*/training/state.json"), reverse=True)
+    return next((known for state in states if (known := read_json(state).get("inputs"))), {})
 
 
 def _changed_inputs(
     before: Mapping[str, str] | None, now: Mapping[str, str] | None
 ) -> dict[str, tuple[str | None, str | None]]:
     """Return what was read before and what is read now where they differ; nothing where one of them is unknown."""
-    if before is None or now is None:
+    if not before or not now:
         return {}
     names = [*before, *(name for name in now if name not in before)]
     return {name: (before.get(name), now.get(name)) for name in names if before.get(name) != now.get(name)}
@@ -366,7 +373,7 @@ def _told(name: str, before: str | None, now: str | None) -> str:
     """Say in a few words how an input has changed."""
     if before is None or now is None:
         return f"{name} is {'new' if before is None else 'gone'}"
-    if name.endswith("problems"):
+    if name in ("problems", "validation problems"):
         then, count = before.partition(" ")[0], now.partition(" ")[0]
         return f"{name} ({then}, now {count if count != then else 'with other texts or in another order'})"
     return f"{name} ({before}, now {now})" if name == "whet" else name

@@ -25,9 +25,21 @@ ASKED = tuple(
     for name in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "XCPU")
     if hasattr(signal, f"SIG{name}")
 )
-"""Signals that ask a training to save and stop; they are passed on to it."""
+"""Signals that ask a training to save and stop: a scheduler's, Ctrl-C, a lost terminal."""
 USER_ERROR = 2
 _PR_SET_PDEATHSIG = 1
+
+
+def heard() -> list[int]:
+    """Return the signals of `ASKED` that count: under `nohup` a lost terminal is no reason to stop.
+
+    (A shell's background jobs ignore SIGINT, too; that counts.)
+    """
+    return [
+        number
+        for number in ASKED
+        if signal.Signals(number).name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN
+    ]
 
 
 def supervise(words: Sequence[str], run: Path, limit: int) -> int:
@@ -50,11 +62,7 @@ def supervise(words: Sequence[str], run: Path, limit: int) -> int:
         if child is not None and child.poll() is None:
             child.send_signal(number)
 
-    is_deaf = (
-        hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    )  # nohup: the child, too
-    heard = [number for number in ASKED if not (is_deaf and number == signal.SIGHUP)]
-    before = {number: signal.signal(number, pass_on) for number in heard}
+    before = {number: signal.signal(number, pass_on) for number in heard()}
     try:
         crashed_at: int | None = None
         for number in range(limit + 1):

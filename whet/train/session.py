@@ -36,7 +36,7 @@ from whet.ranks.collectives import all_reduce_max, is_distributed, is_share, on_
 from whet.ranks.fsdp import ParallelConfig, fill, sharding, whole_copies
 from whet.report.markdown import write_report
 from whet.sandbox.reentry import refuse_reentry
-from whet.storage.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step, saved_inputs
+from whet.storage.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step
 from whet.storage.commit import DiskFullError, commit_folder
 from whet.storage.folder import check_folder, displaced, open_run
 from whet.tasks.base import told_of
@@ -44,7 +44,7 @@ from whet.tasks.quarantine import write_quarantine
 from whet.telemetry import heartbeat
 from whet.telemetry.heartbeat import SHOW_CURSOR, Heartbeat
 from whet.telemetry.log import replace_file
-from whet.telemetry.provenance import inputs_of, write_environment, write_provenance
+from whet.telemetry.provenance import inputs_of, known_inputs, write_environment, write_provenance
 from whet.telemetry.trackers import TrackConfig, Tracking
 from whet.train.optim.safety import SafetyConfig, set_deterministic
 from whet.train.optim.step import (
@@ -55,6 +55,7 @@ from whet.train.optim.step import (
     release_freed,
     shard_layers,
 )
+from whet.train.restarts import heard
 from whet.types import Group, Problem, Task, UserError
 
 
@@ -155,12 +156,6 @@ TOLD = (
 """Metrics that a printed step shows."""
 KEPT = ("config.yaml", "metrics.jsonl")
 """Files that are in a run folder from its first step on, unless somebody removed them."""
-SIGNALS = tuple(
-    getattr(signal, f"SIG{name}")
-    for name in ("TERM", "INT", "USR1", "USR2", "HUP", "QUIT", "XCPU")
-    if hasattr(signal, f"SIG{name}")
-)
-"""Signals after which a run saves and stops: a scheduler's, Ctrl-C, a lost terminal."""
 DOUBLE_S = {False: 0.5, True: 3.0}
 """Seconds in which a second signal is the same one: torchrun sends on what its process group has got already."""
 
@@ -378,7 +373,6 @@ def write_origin(
             config_yaml=dump_yaml(config),
             problems=problems,
             inputs=inputs_of(config, problems, held_out=held_out, tools=policy.schema.tools),
-            saved=saved_inputs(Path(config.out)),
             may_differ=config.safety.deterministic in ("warn", "off"),
         )
         if source is not None:
@@ -515,8 +509,9 @@ class Writer:
 class Session:
     """Around the steps of one run; a context manager.
 
-    Signals (`SIGNALS`) let the step that is under way end on all ranks, save it and stop; on one rank a step that
-    still samples is given up, and the one before it is saved. A second signal ends the process at once.
+    Signals (`whet.train.restarts.ASKED`) let the step that is under way end on all ranks, save it and stop; on one
+    rank a step that still samples is given up, and the one before it is saved. A second signal ends the process at
+    once.
 
     Args:
         program: Name of the command, for messages.
@@ -530,6 +525,7 @@ class Session:
         self._config = config.safety
         self._writer = Writer(background=self._config.background and not is_distributed())
         self._logs = LogHashes(self._folder)
+        self._inputs = known_inputs(self._folder)
         self._signal, self._signalled_at, self._stop = 0, -math.inf, 0
         self._handlers: dict[int, Any] = {}
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
@@ -537,12 +533,7 @@ class Session:
 
     def __enter__(self) -> Session:
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {
-                number: signal.signal(number, self._on_signal)
-                for number in SIGNALS
-                # Under `nohup` a lost terminal is no reason to stop. (A shell's background jobs ignore SIGINT, too.)
-                if signal.Signals(number).name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN
-            }
+            self._handlers = {number: signal.signal(number, self._on_signal) for number in heard()}
         return self
 
     def __exit__(
@@ -623,7 +614,7 @@ class Session:
         tensors, state = training or ({}, {})
         weights = whole_copies(self._copies(own))
         tensors = self._copies(tensors)
-        text = json.dumps(state)
+        text = json.dumps({**state, "inputs": self._inputs})
         logs = self._logs.describe() if rank() == 0 else {}
         size = sum(tensor.nbytes for tensor in (*weights.values(), *tensors.values()))
         best = self._folder / "checkpoints" / "best"
@@ -685,7 +676,7 @@ class Session:
         """
         self._writer.wait()
         if not is_distributed():
-            self._check_place(step, whole_copies(self._policy.own_weights()))
+            self._check_place(step, self._policy.own_weights())
 
     def _check_space(self, size: int) -> None:
         free = shutil.disk_usage(self._folder).free

@@ -115,9 +115,8 @@ def test_more_moves_are_illegal_or_mate_where_a_model_trains() -> None:
     )
     assert 0.22 < illegal["train"] < 0.28  # a quarter, and four standard deviations of 3,480 draws
     assert max(illegal["dev"], illegal["test"]) < 0.2
-    assert (
-        0.07 < ends["train"] < 0.11
-    )  # a sixth of positions, three quarters of them legal, two in three mate
+    # A sixth of positions, three quarters of them with a legal move, of which two in three mate.
+    assert 0.07 < ends["train"] < 0.11
     assert max(ends["dev"], ends["test"]) < 0.07
 
 
