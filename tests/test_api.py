@@ -390,3 +390,12 @@ def test_what_libraries_read_is_set_before_they_are_imported_unless_the_user_cho
         for own in ({}, {"LRU_CACHE_CAPACITY": "7"})
     ]
     assert found == [["20000", "128", "128"], ["20000", "128", "7"]]
+
+
+def test_a_function_that_stands_alone_is_told_where_it_belongs(tmp_path: Path) -> None:
+    def short(problem: Any, completion: str) -> float:
+        return -0.01 * len(completion)
+
+    for name in ("reward", "rewards"):
+        with pytest.raises(UserError, match=rf"^{name} = a function: expected a list, rewards=\[short\]$"):
+            whet.rl("model", "rows.csv", out=tmp_path / "run", **{name: short})  # type: ignore[arg-type]
