@@ -1122,17 +1122,17 @@ def _rl_config(
     num_steps: int,
     options: Mapping[str, Any],
 ) -> RLConfig:
+    for name, value in (("reward", options.get("reward")), ("rewards", rewards)):
+        if callable(value):
+            raise UserError(
+                f"{name} = a function: expected a list, rewards=[{getattr(value, '__name__', '...')}]"
+            )
     given: dict[str, Any] = {
         "out": str(out),
         "policy": _policy(policy),
         "task": _task(task),
         "num_steps": num_steps,
     }
-    for name, value in (("reward", options.get("reward")), ("rewards", rewards)):
-        if callable(value):
-            raise UserError(
-                f"{name} = a function: expected a list, rewards=[{getattr(value, '__name__', '...')}]"
-            )
     if rewards is not None:
         given["rewards"], given["reward"] = _rewards(rewards)
     if isinstance(algo, str):
