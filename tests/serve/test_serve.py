@@ -890,14 +890,13 @@ def test_the_chat_page_shows_the_model_images(seeing: Running, server: Running, 
         page.goto(seeing.url)
         page.locator("#about", has_text=NAME).wait_for()
         page.locator("#max-tokens").fill("4")
-        page.locator("#images").set_input_files(files)
-        assert page.locator("#pending img").count() == 2
         page.locator("#question").fill("ab=")
+        page.locator("#images").set_input_files(files)
         with page.expect_request("**/v1/chat/completions") as sent:
             page.locator("#question").press("Enter")
         assert sent.value.post_data_json["messages"] == with_images("ab=", uri(0, 90), uri(1, 90))
         page.locator("button.probabilities").wait_for()
-        assert page.locator(".turn .pictures img").count() == 2
+        assert page.locator(".turn .pictures img").count() == 2, "a question waits until its images are read"
         assert page.locator("#pending img").count() == 0
         page.locator("#question").fill("ab=")
         with page.expect_request("**/v1/chat/completions") as sent:
@@ -905,7 +904,11 @@ def test_the_chat_page_shows_the_model_images(seeing: Running, server: Running, 
         assert sent.value.post_data_json["messages"][-1]["content"] == "ab="
         page.locator("button.probabilities").nth(1).wait_for()
         files[0].write_text("no image")
+        page.locator("#images").set_input_files(files)
         page.locator("#images").set_input_files(files[:1])
+        page.wait_for_function("document.querySelectorAll('#pending img').length === 1")
+        page.wait_for_timeout(100)
+        assert page.locator("#pending img").count() == 1, "of two choices the later one counts"
         page.locator("#question").fill("a=")
         page.locator("#send").click()
         page.locator(".note.bad", has_text="not an image").wait_for()

@@ -9,6 +9,7 @@
   const find = (id) => document.getElementById(id);
   const history = []; // {role, content} of the finished turns
   let model = "", busy = null;
+  let reading = null; // while chosen files are read: a promise of whether they could be
   let images = []; // of the next question, as page.js shows them: {name, src: data URI}
 
   function headers() {
@@ -57,20 +58,25 @@
   }
 
   /** Read the files that the user chose; their bytes stay as they are, the server judges them. */
-  async function readImages() {
+  function readImages() {
     const read = (file) => new Promise((done, failed) => {
       const reader = new FileReader();
       reader.onload = () => done({ name: visible(file.name), src: reader.result });
       reader.onerror = () => failed(reader.error);
       reader.readAsDataURL(file);
     });
-    try {
-      images = await Promise.all([...find("images").files].map(read));
+    const mine = Promise.all([...find("images").files].map(read)).then((files) => {
+      if (reading !== mine) return true; // others were chosen meanwhile
+      images = files;
       find("pending").replaceChildren(pictures(images));
-    } catch (error) {
+      return true;
+    }).catch((error) => {
+      if (reading !== mine) return true;
       images = [];
       find("pending").replaceChildren(el("p", { class: "note bad" }, "The file cannot be read: " + error.message));
-    }
+      return false;
+    }).finally(() => { if (reading === mine) reading = null; });
+    reading = mine;
   }
 
   function content(question, shown) {
@@ -164,7 +170,8 @@
     find("question").focus();
   }
 
-  function send() {
+  async function send() {
+    while (reading) if (!(await reading)) return; // what was chosen is not there: nothing is asked without it
     const question = find("question").value;
     if (busy || !question.trim()) return;
     const shown = images;
@@ -174,6 +181,7 @@
   }
   function forgetImages() {
     images = [];
+    reading = null;
     find("images").value = "";
     find("pending").replaceChildren();
   }
