@@ -210,6 +210,9 @@ def test_resume_is_exact(
     for file in ("metrics.jsonl", "kept.jsonl", "rounds.jsonl"):
         assert read(tmp_path / "broken" / file) == read(tmp_path / "straight" / file)
     assert final_weights(tmp_path / "broken") == final_weights(tmp_path / "straight")
+    counts = [json.loads((tmp_path / run / "summary.json").read_text()) for run in ("broken", "straight")]
+    for name in ("sampled", "right", "kept", "covered", "best_greedy"):
+        assert counts[0].get(name) == counts[1].get(name), name
 
 
 def test_adapters_alone_are_trained_and_resume_exactly(

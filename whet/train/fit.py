@@ -137,8 +137,8 @@ class Fit(Generic[Item]):
             if config.safety.rehearses(self._policy.device):
                 run.beat("rehearse")
                 rehearse(self._policy, self._budget, self._longest())
-            if opening and not self._is_logged(start, opening):
-                run.log_opening(start, opening)
+            if opening:
+                run.log_opening(start, opening, is_logged=self._is_logged(start, opening))
             for _ in run.steps(end):
                 with span("step"):
                     values = self._update(order)

@@ -263,10 +263,18 @@ class Run:
         self._recorder.end(self.step, outcome, held, is_skipped=bool(skipped))
         return metrics | ({f"{self.stage}/skipped": float(skipped)} if skipped else {})
 
-    def log_opening(self, step: int, values: Mapping[str, float]) -> None:
-        """Log metrics of the state after `step`, before the first step that follows it."""
-        self._log.write_metrics(self.stage, step, values)
-        self.last |= values
+    def log_opening(self, step: int, values: Mapping[str, float], *, is_logged: bool = False) -> None:
+        """Log metrics of the state after `step`, before the first step that follows it.
+
+        Args:
+            step: The step.
+            values: Its metrics.
+            is_logged: Whether a run that was killed has logged them; its checkpoint may be from before.
+        """
+        if not is_logged:
+            self._log.write_metrics(self.stage, step, values)
+        if self.step == step:
+            self.last |= values
 
     def log_step(self, values: Mapping[str, float], groups: Sequence[Group] | None = None) -> None:
         """Log and show the step that was just counted, with warnings about it.
