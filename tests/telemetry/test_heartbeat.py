@@ -150,6 +150,29 @@ def test_signs_of_life_from_wherever_work_is_done(tmp_path: Path) -> None:
     assert state(tmp_path)["phase"] == "curriculum"
 
 
+def test_a_download_may_take_longer_than_the_limit_but_not_keep_the_interpreter(tmp_path: Path) -> None:
+    process = start(
+        tmp_path,
+        """
+        from whet.telemetry.heartbeat import downloading
+        def stuck():
+            ctypes.PyDLL(None).sleep(60)
+        with downloading(), downloading():  # nobody watches
+            pass
+        with Heartbeat(run, 0, timeout_s=0.4, phase="load"):
+            with downloading():
+                time.sleep(1.5)
+            time.sleep(0.2)
+            with downloading():
+                stuck()
+        """,
+    )
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == EXIT_HUNG
+    assert "in stuck" in stacks(tmp_path)
+    assert "in or after phase 'load' of step 0, in a call that keeps the interpreter to itself" in errors
+
+
 def test_a_hang_while_it_ends_is_bounded_too(tmp_path: Path) -> None:
     process = start(
         tmp_path,

@@ -36,6 +36,7 @@ from whet.tasks.quarantine import write_quarantine
 from whet.tasks.tools import environment_for
 from whet.telemetry.display import advancing, open_display
 from whet.telemetry.hardware import HardwareMonitor
+from whet.telemetry.heartbeat import alive
 from whet.telemetry.log import RunLog
 from whet.telemetry.provenance import data_hash, write_environment, write_provenance
 from whet.types import Problem, Task, UnreadError, UserError
@@ -141,7 +142,10 @@ def fitting_problems(policy: Policy, problems: Sequence[Problem], *, min_new_tok
     """
     policy.check_alphabet(problems)
     context = policy.model.config.max_positions
-    lengths = [len(policy.prompt_ids(problem)) for problem in problems]
+    lengths: list[int] = []
+    for problem in problems:  # a million of them take minutes
+        alive()
+        lengths.append(len(policy.prompt_ids(problem)))
     kept = [
         problem
         for problem, length in zip(problems, lengths, strict=True)

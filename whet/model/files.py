@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.storage.commit import MANIFEST, verify_folder
+from whet.telemetry.heartbeat import downloading
 from whet.types import UserError
 
 MAX_FILE_BYTES = 64 * 2**20
@@ -118,11 +119,12 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
     try:
         # Nothing of subfolders but additional_chat_templates/: some hold the weights in another form (`original/`).
         wanted, unwanted = list(patterns), ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*"]
-        return Path(
-            huggingface_hub.snapshot_download(
-                source, allow_patterns=wanted, ignore_patterns=unwanted, etag_timeout=10
+        with downloading():
+            return Path(
+                huggingface_hub.snapshot_download(
+                    source, allow_patterns=wanted, ignore_patterns=unwanted, etag_timeout=10
+                )
             )
-        )
     except Exception as error:  # network errors of many libraries
         raise _no_hub(source, f"cannot be had from the hub ({_first_line(error)})") from error
 
@@ -136,7 +138,8 @@ def _hub_files(source: str, names: Sequence[str], instead: Sequence[str]) -> dic
     while wanted:
         name = wanted.pop(0)
         try:
-            files[name] = Path(hf_hub_download(source, name, etag_timeout=10))
+            with downloading():
+                files[name] = Path(hf_hub_download(source, name, etag_timeout=10))
         except Exception as error:  # network errors of many libraries
             is_absent = isinstance(error, EntryNotFoundError) and not isinstance(
                 error, LocalEntryNotFoundError

@@ -22,7 +22,8 @@ import shlex
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, TextIO
@@ -159,6 +160,24 @@ def alive(phase: str = "") -> None:
         _current.go_on(phase)
 
 
+@contextmanager
+def downloading() -> Iterator[None]:
+    """Count the time inside as life: a download may take hours, and its library has time limits of its own.
+
+    A call inside that keeps the interpreter to itself is still found.
+    """
+    heartbeat = _current
+    if heartbeat is None:
+        yield
+        return
+    heartbeat.downloads += 1
+    try:
+        yield
+    finally:
+        heartbeat.go_on()
+        heartbeat.downloads -= 1
+
+
 class Heartbeat:
     """Heartbeats of one rank, and their watchdog; a context manager, one per process at a time.
 
@@ -169,6 +188,9 @@ class Heartbeat:
         rank: This process's rank.
         timeout_s: Seconds without a heartbeat after which the process ends; 0 for never.
         phase: What comes first.
+
+    Attributes:
+        downloads: How many `downloading` are under way.
 
     Raises:
         ValueError: If `timeout_s` is not a number of seconds.
@@ -183,6 +205,7 @@ class Heartbeat:
         self._stacks_path = self._path.with_suffix(".stacks.txt") if self._path is not None else None
         self._interval_s = min(INTERVAL_S, timeout_s / 4) if timeout_s else INTERVAL_S
         self._beat = _Beat(phase, 0, time.monotonic(), 0)
+        self.downloads = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
@@ -244,6 +267,8 @@ class Heartbeat:
 
     def _watch(self) -> None:
         while True:
+            if self.downloads:
+                self.go_on()
             self._put_off()
             if self._deadline is not None and time.monotonic() - self._beat.at > self._timeout_s:
                 self._hang(self._deadline)
