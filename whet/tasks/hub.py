@@ -13,7 +13,6 @@ from typing import Any
 
 from whet.install import install_command
 from whet.tasks.read import BadRow, Check, Row, as_row, is_hub_name, read_json_array, read_jsonl, sift
-from whet.telemetry.heartbeat import downloading
 from whet.types import UserError
 
 MAX_SHOWN = 300
@@ -190,6 +189,8 @@ def _datasets(path: str) -> Any:
 
 
 def _called(path: str, config: str, split: str, call: Callable[[], Iterable[Any]]) -> Iterable[Any]:
+    from whet.telemetry.heartbeat import downloading  # it loads torch: rows of files are read without
+
     try:
         with downloading():
             return call()

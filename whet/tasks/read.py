@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from whet.install import install_command
-from whet.telemetry.heartbeat import alive
 from whet.types import Problem, UserError
 
 Row = dict[str, Any]
@@ -428,7 +427,6 @@ def sift(
     bad: list[BadRow] = []
     allowed = max_bad_rows or 0
     for where, number, row, raw in rows:
-        alive()
         if row is None:
             continue
         reason = row if isinstance(row, str) else _first_fault(row, required)
