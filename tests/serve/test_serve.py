@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -573,6 +574,11 @@ def test_bodies_that_are_no_requests(server: Running) -> None:
         assert reply.status_code == 400
         assert message in reply.json()["error"]["message"]
     assert server.post(TEXT, b" " * (serve_api.MAX_BODY_BYTES + 1)).status_code == 413
+    sends_all_first = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    json_type = {"content-type": "application/json"}
+    sends_all_first.request("POST", TEXT, b" " * 6 * serve_api.MAX_BODY_BYTES, json_type)
+    assert sends_all_first.getresponse().status == 413
+    sends_all_first.close()
     form = httpx.post(f"{server.url}{TEXT}", data={"prompt": "x"})
     assert (form.status_code, "application/json" in form.text) == (415, True)
     assert httpx.get(f"{server.url}{TEXT}").status_code == 405

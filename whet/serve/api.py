@@ -55,6 +55,8 @@ from whet.types import UserError
 MAX_BODY_BYTES = 4 * 2**20
 MAX_BODY_BYTES_WITH_IMAGES = 32 * 2**20
 """Of a chat with a model that sees: image files, in base64."""
+READ_AWAY = 8
+"""A body up to so many times too large is read to its end: a client that still sends sees no reply, but a reset."""
 KEPT_IMAGES = 16
 """Image files that are kept when no request shows them any more."""
 RECEIVE_S = 30.0
@@ -523,15 +525,20 @@ async def _read(request: Request, max_bytes: int = MAX_BODY_BYTES) -> dict[str, 
     """Read a JSON body within bounds of size and time."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "expected the header Content-Type: application/json")
-    body = bytearray()
+    body, size = bytearray(), 0
+    too_large = ApiError(413, f"the body is larger than {max_bytes:,} bytes")
     try:
         async with asyncio.timeout(RECEIVE_S):
             async for part in request.stream():
-                body += part
-                if len(body) > max_bytes:
-                    raise ApiError(413, f"the body is larger than {max_bytes:,} bytes")
+                size += len(part)
+                if size > READ_AWAY * max_bytes:
+                    raise too_large
+                if size <= max_bytes:
+                    body += part
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {RECEIVE_S:g} s") from None
+    if size > max_bytes:
+        raise too_large
     return await asyncio.to_thread(parse_json, bytes(body))
 
 
