@@ -260,3 +260,43 @@ def test_rewards_refuse_other_tasks() -> None:
         with pytest.raises(UserError, match=f"rewards.{name}: task arithmetic has no"):
             build_rewards({name: 1.0}, SCHEMAS["none"], load_task(TaskConfig(name="arithmetic")))
     assert stockfish.NODES == 2000
+
+
+@needs_engine
+@pytest.mark.parametrize("name", ["chess-policy", "chess-reason"])
+def test_the_best_move_of_a_row_is_what_every_reward_pays(name: str, tmp_path: Path) -> None:
+    """Whatever Stockfish thinks of it: the row's move is a candidate of the gold line, and no other move pays more."""
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"fen": chess.STARTING_FEN, "best": "a2a4"},  # none of Stockfish's five
+        {"fen": chess.Board(MATE).mirror().fen(), "best": "e8e7"},  # Black, who could mate
+        {
+            "fen": "r1bqkbnr/pppp1ppp/2n5/4p3/2B1P3/5N2/PPPP1PPP/RNBQK2R b KQkq - 3 3",
+            "best": ["g8f6", "f8c5"],
+        },
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load_task(TaskConfig(name=name, path=str(path), nodes=500))
+    assert isinstance(loaded, task.Chess)
+    problems = [problem for split in SPLITS for problem in loaded.problems(split)]
+    assert len(problems) == 3
+    for problem in problems:
+        best = problem.meta["best"].split()
+        lines = task.lines_of(problem.meta["lines"])
+        assert best[0] in [line.move for line in lines]
+        assert [line.cp for line in lines] == sorted((line.cp for line in lines), reverse=True)
+        assert len({line.move for line in lines}) == len(lines) == 5
+        gold = loaded.part_scores(problem, problem.answer)
+        assert loaded.is_correct(problem, problem.answer)
+        assert [gold[n] for n in (*TOTALS, *SHAPED)] == pytest.approx([1.0] * 6)
+        for move in (move.uci() for move in chess.Board(problem.meta["fen"]).legal_moves):
+            text = move if name == "chess-reason" else f"{problem.answer.rpartition('B:')[0]}B: {move}"
+            parts = loaded.part_scores(problem, text)
+            is_right = move in best or move in task.accepted(problem)
+            assert loaded.is_correct(problem, text) is is_right
+            assert (parts["best"] == 1) is is_right
+            if not is_right:
+                assert parts["best"] <= 0.5
+                assert all(parts[sum_name] < gold[sum_name] for sum_name in TOTALS)
+        if name == "chess-reason":
+            assert problem.solution.endswith(f"Best is {best[0]}.")
