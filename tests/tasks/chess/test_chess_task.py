@@ -9,11 +9,13 @@ import pytest
 
 chess = pytest.importorskip("chess", reason="python-chess is not installed: the extra chess")
 
+from whet.cli import parse  # noqa: E402
 from whet.eval.audit.audit import audit_task  # noqa: E402
+from whet.recipes.rl import RECIPES  # noqa: E402
 from whet.rewards.base import build_rewards  # noqa: E402
 from whet.rewards.presets import CHESS_SUMS  # noqa: E402
 from whet.schema import SCHEMAS  # noqa: E402
-from whet.tasks.base import TaskConfig, load_task  # noqa: E402
+from whet.tasks.base import TaskConfig, load_task, tasks_inside  # noqa: E402
 from whet.tasks.chess import stockfish, task  # noqa: E402
 from whet.tasks.chess.board import listed_move, position_key, read_board  # noqa: E402
 from whet.tasks.chess.files import read_positions  # noqa: E402
@@ -21,6 +23,7 @@ from whet.tasks.chess.measures import elo, elo_interval, kendall  # noqa: E402
 from whet.tasks.chess.positions import made  # noqa: E402
 from whet.tasks.chess.scoring import SHAPED, TOTALS  # noqa: E402
 from whet.tasks.chess.stockfish import EngineError, find_stockfish  # noqa: E402
+from whet.train.rl_config import RLConfig  # noqa: E402
 from whet.types import RuledTask, UnreadError, UserError  # noqa: E402
 
 needs_engine = pytest.mark.skipif(
@@ -153,6 +156,22 @@ def test_the_environment_is_asked_about_positions_of_played_games_too() -> None:
     assert at_random != played == policy
     with pytest.raises(UnreadError, match="nodes is not read by task chess-env where it reads data"):
         TaskConfig(name="chess-env", path="positions.jsonl", nodes=50)
+
+
+def test_a_mixture_hands_each_part_what_it_reads_with_the_users_data(tmp_path: Path) -> None:
+    """The recipes set nodes, which lines of the environment from a file do not need; where no part reads what the
+    user typed, it is refused."""
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps({"fen": position.fen}) + "\n" for position in made(40, 0)))
+    words = ["chess", "--task.paths", "chess-env", str(path)]
+    config = parse("whet rl", RLConfig, RECIPES, words).config
+    assert config.task.nodes == 1000
+    parts = tasks_inside(load_task(config.task))
+    assert len([p for split in SPLITS for p in parts["chess-env"].problems(split)]) == 40
+    only = [*words, "--task.weights", "chess-env", "1"]
+    assert parse("whet rl", RLConfig, RECIPES, only).config.task.nodes == 0
+    with pytest.raises(UserError, match="task.nodes is not read by task mixture"):
+        parse("whet rl", RLConfig, RECIPES, [*only, "--task.nodes", "50"])
 
 
 def test_splits_go_by_position_whichever_side_it_is_seen_from() -> None:
