@@ -20,7 +20,7 @@ from whet.tasks.chess import stockfish, task  # noqa: E402
 from whet.tasks.chess.board import listed_move, position_key, read_board  # noqa: E402
 from whet.tasks.chess.files import read_positions  # noqa: E402
 from whet.tasks.chess.measures import elo, elo_interval, kendall  # noqa: E402
-from whet.tasks.chess.positions import made  # noqa: E402
+from whet.tasks.chess.positions import Position, made  # noqa: E402
 from whet.tasks.chess.scoring import SHAPED, TOTALS  # noqa: E402
 from whet.tasks.chess.stockfish import EngineError, find_stockfish  # noqa: E402
 from whet.train.rl_config import RLConfig  # noqa: E402
@@ -243,11 +243,99 @@ def test_files(tmp_path: Path) -> None:
         ({"fen": MATE, "best": "a1b9"}, "is not a legal move"),
         ({"fen": "7k/5Q2/6K1/8/8/8/8/8 b - - 0 1"}, "the game is over"),
         ({"best": "e2e4"}, "no 'fen'"),
-        ({"fen": MATE, "rating": "high"}, "expected a number"),
+        ({"fen": MATE, "rating": "high"}, "'rating': expected a number from 0 to 10,000"),
+        ({"fen": MATE, "rating": 10**400}, "expected a number"),
+        ({"fen": MATE, "rating": True}, "expected a number"),
+        ({"fen": MATE, "best": {"move": "a1a8"}}, "'best' is an object"),
+        ({"fen": MATE, "best": [["a1a8"]]}, "'best' is a list"),
+        ({"fen": MATE, "move": "best"}, "'move': 'best' is neither"),
+        ({"fen": MATE, "move": "Nf3"}, "'move': 'Nf3' is neither"),
+        ({"fen": MATE, "move": "0000"}, "'move': '0000' is neither"),
+        ({"fen": MATE, "move": 5}, "'move' is a number"),
+        ({"fen": MATE, "history": "e1e2 Ra8+"}, "'history': 'Ra8[+]' is no move"),
+        ({"fen": MATE, "history": ["e1e2\x1b"]}, "'history': 'e1e2.*' is no move"),
+        ({"fen": MATE, "history": ["e1e2 e7e8"]}, "'history': 'e1e2 e7e8' is no move"),
+        ({"fen": MATE, "history": 7}, "'history' is a number"),
     ):
         rows.write_text(json.dumps(row) + "\n")
         with pytest.raises(UserError, match=told):
             read_positions(rows)
+
+
+def test_fields_of_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+
+    def read(**fields: object) -> Position:
+        path.write_text(json.dumps({"fen": MATE, **fields}) + "\n")
+        ((position,), _) = read_positions(path)
+        return position
+
+    assert read(move="Ra8#").move == read(move="Ra8").move == read(move="a1a8").move == "a1a8"
+    assert read(move="a1b8").move == "a1b8"  # illegal: it is asked about, too
+    assert (
+        read(move=None, history=None, best=None, rating=None) == read(move="", best="", rating="") == read()
+    )
+    played = ["e2e4", "Nf3", "O-O", "exd5", "e8=Q", "e7e8q", "Nbd2", "R1a3", "Qa1b2", "Bxf7", "Kd1", "Ra8#"]
+    assert read(history=" ".join(played)).history == tuple(played[-9:])
+    assert (read(best="a1a8", rating=1500).rating, read(best="a1a8", rating="1500").rating) == (1500, 1500)
+    rated = tmp_path / "rows.csv"
+    rated.write_text(f"fen,best,rating\n{MATE},a1a8,\n{chess.STARTING_FEN},e2e4,1493.0\n")
+    assert [position.rating for position in read_positions(rated)[0]] == [0, 1493]
+
+
+def test_rated_rows_with_a_best_move_are_puzzles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_engine(monkeypatch)
+    path = tmp_path / "rows.jsonl"
+    rows = [{"fen": MATE, "best": "a1a8", "rating": 1500}, {"fen": chess.STARTING_FEN, "rating": 9}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load_task(TaskConfig(name="chess", path=str(path)))
+    items = [(problem, "a1a8 E: 1.0 B: a1a8") for problem in loaded.problems("test")]
+    metrics, details = loaded.measures(items)  # type: ignore[attr-defined]
+    assert (metrics["puzzle_solved"].mean, details["num_puzzles"]) == (1.0, 1)
+    assert metrics["puzzle_elo"].mean > 1500
+
+
+@pytest.mark.parametrize("name", ["some.fen", "some.FEN", "some.epd"])
+def test_a_fault_in_a_list_is_told_with_file_and_line(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\xef\xbb\xbf" + f"{MATE}\n".encode())  # a byte-order mark
+    assert [position.fen for position in read_positions(path)[0]] == [MATE]
+    start = chess.Board().epd()
+    for line, told in (
+        ("7k/5Q2/6K1/8/8/8/8/8 b - - 0 1", "the game is over"),
+        ("7k/5Q2/6K1/8/8/8/8/8 b - -", "the game is over"),
+        ('7k/5Q2/6K1/8/8/8/8/8 b - - id "x";', "the game is over"),
+        (f'{start} c8 "0 0"; c9 "e2e4 d2d4";', "'c8': no move is worth a point"),
+        (f"{start} am e4;", "'am': moves to avoid"),
+        (f'{start} bm "e5";', "'bm': 'e5' is not a legal move"),
+        (f"{start} bm e5;", "e5"),
+        (f"{start} bm Z0;", "'bm': '0000' is not a legal move"),
+        (f"{start} bm 5;", "'bm': '5' is not a legal move"),
+    ):
+        path.write_text(f"{MATE}\n{line}\n")
+        with pytest.raises(UserError, match=told) as caught:
+            read_positions(path)
+        assert str(caught.value).startswith(f"{name} line 2: ")
+        (kept, bad) = read_positions(path, max_bad_rows=1)
+        assert (len(kept), len(bad), bad[0].number) == (1, 1, 2)
+    path.write_text(f'{start} bm "e4 Nf3"; am f3;\n')
+    assert read_positions(path)[0][0].best == ("e2e4", "g1f3")
+
+
+def test_files_that_are_no_positions(tmp_path: Path) -> None:
+    games = tmp_path / "games.pgn"
+    games.write_text('[Event "x"]\n\n1. e4 e5 *\n')
+    with pytest.raises(UserError, match=r"games.pgn: games in PGN are not read"):
+        read_positions(games)
+    listed = tmp_path / "some.txt"
+    listed.write_text(f"{MATE}\n")
+    with pytest.raises(UserError, match=r"some.txt line 1: .*lists of FENs end in .epd or .fen"):
+        read_positions(listed)
+    puzzles = tmp_path / "puzzles.csv"
+    for rating in ("inf", "1e400", "nan", "-5", "high"):
+        puzzles.write_text(f"PuzzleId,FEN,Moves,Rating\nx,{MATE},a1a8 g8h8,{rating}\n")
+        with pytest.raises(UserError, match="puzzles.csv row 1: 'Rating': expected a number"):
+            read_positions(puzzles)
 
 
 def test_elo_by_its_curve() -> None:
