@@ -101,6 +101,7 @@ def test_lines_of_moves_are_measured() -> None:
     problems = loaded.problems("train")
     metrics, _ = loaded.measures([(problem, problem.answer) for problem in problems])  # type: ignore[attr-defined]
     assert (metrics["moves_legal"].mean, metrics["moves_pieces"].mean) == (1.0, 1.0)
+    assert metrics.keys() == {*loaded.metric_names}  # type: ignore[attr-defined]
     metrics, _ = loaded.measures([(problem, loaded.wrong_answer(problem)) for problem in problems])  # type: ignore[attr-defined]
     assert metrics["moves_legal"].mean == 1.0
     assert metrics["moves_pieces"].mean < 1.0
@@ -223,6 +224,7 @@ def test_measures_of_gold_lines(tmp_path: Path) -> None:
     assert metrics["centipawn_loss"].mean < 300
     assert metrics["eval_rank"].mean > 0.3
     assert metrics["puzzle_elo"].mean > 1493
+    assert metrics.keys() <= {*loaded.metric_names}  # type: ignore[attr-defined]
     assert details["num_positions"] == 3  # the solver's three moves
 
 

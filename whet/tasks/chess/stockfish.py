@@ -58,6 +58,19 @@ def find_stockfish() -> str:
     return found or next((place for place in PLACES if Path(place).is_file()), "")
 
 
+def require_stockfish(path: str = "") -> str:
+    """Return the path of the program, or of the one that is named.
+
+    Raises:
+        EngineError: If there is no such program.
+    """
+    path = path or find_stockfish()
+    if not path or not (Path(path).is_file() or shutil.which(path)):
+        named = f"{path!r} is not there" if path else "Stockfish is not installed"
+        raise EngineError(f"{named}; {INSTALL}")
+    return path
+
+
 class Stockfish:
     """Lines of positions, from the cache or from processes that work beside each other.
 
@@ -89,10 +102,7 @@ class Stockfish:
         deadline_s: float = DEADLINE_S,
     ) -> None:
         library()
-        self.path = path or find_stockfish()
-        if not self.path or not (Path(self.path).is_file() or shutil.which(self.path)):
-            named = f"{self.path!r} is not there" if self.path else "Stockfish is not installed"
-            raise EngineError(f"{named}; {INSTALL}")
+        self.path = require_stockfish(path)
         self.nodes, self.num_lines, self._deadline_s = nodes, num_lines, deadline_s
         self._size = num_processes or min(8, os.cpu_count() or 1)
         self.num_cached = self.num_searched = self.num_restarts = 0

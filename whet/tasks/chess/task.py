@@ -37,7 +37,7 @@ from whet.tasks.chess.formats import (
     reason_prompt,
     reason_solution,
 )
-from whet.tasks.chess.measures import Said, measures_of
+from whet.tasks.chess.measures import METRICS, Said, measures_of
 from whet.tasks.chess.positions import Position, checked, drawn_move, made, mates
 from whet.tasks.chess.scoring import (
     PARTS,
@@ -89,6 +89,7 @@ class Chess:
         name: Name of the task.
         answer_type: 'text'.
         part_names: Parts that `part_scores` returns.
+        metric_names: Metrics that `measures` may return.
         needs_gold: False where Stockfish is missing: then a row without a best move has none.
         layout: How the policy's prompt is padded.
         bad_rows: Rows of the user's file that were skipped.
@@ -130,6 +131,7 @@ class Chess:
         self._has_games = nodes > 0
         self._splits: dict[str, list[Problem]] = {}
         self.part_names = tuple(dict.fromkeys(part for kind in self._kinds for part in PARTS[kind]))
+        self.metric_names = tuple(dict.fromkeys(name for kind in self._kinds for name in METRICS[kind]))
         self.needs_gold = name != "chess"
         self.bad_rows: list[BadRow] = []
 
