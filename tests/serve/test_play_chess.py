@@ -66,14 +66,24 @@ def test_terminal() -> None:
 def test_uci() -> None:
     lines: list[str] = []
     engine = Uci(Model(), "whet model", 0, lines.append)  # type: ignore[arg-type]
-    engine.run(["uci", "isready", "position startpos moves e2e4", "go movetime 100", "quit", "isready"])
+    engine.run(
+        [
+            "uci",
+            "isready",
+            "setoption name MultiPV value 5",
+            "position startpos moves e2e4",
+            "go movetime 100",
+            "quit",
+            "isready",
+        ]
+    )
     assert lines[0].splitlines() == [
         "id name whet model",
         f"id author whet {__version__}",
         "option name Hash type spin default 16 min 1 max 33554432",
         "option name Threads type spin default 1 min 1 max 1024",
         "option name Move Overhead type spin default 10 min 0 max 5000",
-        "option name MultiPV type spin default 5 min 1 max 5",
+        "option name MultiPV type spin default 1 min 1 max 5",
         "option name Ponder type check default false",
         "uciok",
     ]
@@ -119,7 +129,7 @@ class Naming:
 def say(*commands: str, model: Any = None) -> list[str]:
     """What the engine writes."""
     lines: list[str] = []
-    Uci(model or Model(), "whet model", 0, lines.append).run(commands)
+    Uci(model or Model(), "whet model", 0, lines.append).run(["setoption name MultiPV value 5", *commands])
     return lines
 
 
@@ -161,6 +171,9 @@ def test_uci_sends_legal_lines_once_with_the_played_move_first() -> None:
     assert say("go", model=model) == [*lines, "bestmove e2e4"]
     assert say("setoption name MultiPV value 2", "go", model=model) == [*lines[:2], "bestmove e2e4"]
     assert say("setoption name multipv value 1", "go", model=model) == [*lines[:1], "bestmove e2e4"]
+    told: list[str] = []
+    Uci(model, "whet model", 0, told.append).run(["go"])  # type: ignore[arg-type]
+    assert told == [*lines[:1], "bestmove e2e4"]
     alone = Naming(policy_answer(["d2d4"], [0.5], "a2a3"), "a2a3")  # its move has no evaluation
     assert say("go", model=alone) == [
         "info depth 1 multipv 1 pv a2a3",
@@ -243,7 +256,8 @@ def test_python_chess_plays_and_analyses(tiny: Path) -> None:
         assert engine.id["name"] == f"whet {tiny.name}"
         assert {"Hash", "Threads", "Move Overhead", "MultiPV", "Ponder"} == engine.options.keys()
         engine.configure({"Hash": 8, "Threads": 2, "Move Overhead": 100})
-        played = engine.play(board, chess_engine.Limit(time=0.1))
+        played = engine.play(board, chess_engine.Limit(time=0.1), info=chess_engine.INFO_ALL)
+        assert played.info["pv"] == [played.move]
         assert played.move in board.legal_moves
         only = [chess.Move.from_uci("h2h3")]
         assert engine.play(board, chess_engine.Limit(time=0.1), root_moves=only).move == only[0]

@@ -28,7 +28,7 @@ OPTIONS = {
     "Hash": "type spin default 16 min 1 max 33554432",
     "Threads": "type spin default 1 min 1 max 1024",
     "Move Overhead": "type spin default 10 min 0 max 5000",
-    "MultiPV": f"type spin default {NUM_CANDIDATES} min 1 max {NUM_CANDIDATES}",
+    "MultiPV": f"type spin default 1 min 1 max {NUM_CANDIDATES}",
     "Ponder": "type check default false",
 }
 """Options as they are declared. Chess programs set all of them; MultiPV alone changes what is said here."""
@@ -139,7 +139,7 @@ class Uci:
         self._player, self._name, self._seed, self._write = player, name, seed, write
         self._board: chess.Board | None = library().Board()  # None after a position that cannot be played on
         self._held = ""  # the answer to `go infinite` and `go ponder`, until it is asked for
-        self._num_lines = NUM_CANDIDATES
+        self._num_lines = 1  # programs take the last line that they read for that of the move
 
     def run(self, lines: Iterable[str]) -> None:
         """Answer until the lines end, or quit; what it does not know is ignored, as the protocol asks."""
