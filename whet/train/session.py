@@ -461,8 +461,8 @@ def next_steps(config: RunConfig) -> str:
 
 
 def _kinds_of(task: TaskConfig) -> set[str]:
-    """Return the names of a task's parts."""
-    return {label.partition(":")[0] for label in task.weights} or {task.name}
+    """Return the tasks of a mixture's parts, or the task itself."""
+    return {label.partition(":")[0] for label in task.weights} if task.name == "mixture" else {task.name}
 
 
 def _talk_of(task: TaskConfig) -> str:

@@ -171,7 +171,7 @@ def test_a_mixture_hands_each_part_what_it_reads_with_the_users_data(tmp_path: P
     assert len([p for split in SPLITS for p in parts["chess-env"].problems(split)]) == 40
     only = [*words, "--task.weights", "chess-env", "1"]
     assert parse("whet rl", RLConfig, RECIPES, only).config.task.nodes == 0
-    with pytest.raises(UserError, match="task.nodes is not read by task mixture"):
+    with pytest.raises(UserError, match="task.nodes is not read by task mixture where its parts read data"):
         parse("whet rl", RLConfig, RECIPES, [*only, "--task.nodes", "50"])
 
 
