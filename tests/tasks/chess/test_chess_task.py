@@ -124,6 +124,25 @@ def test_more_moves_are_illegal_or_mate_where_a_model_trains() -> None:
     assert max(ends["dev"], ends["test"]) < 0.07
 
 
+def test_positions_on_disk_that_are_damaged_are_made_again(tmp_path: Path) -> None:
+    first = made(3, 5)
+    (path,) = tmp_path.glob("cache/**/positions-*.jsonl")
+    good = path.read_text()
+    row = json.loads(good.splitlines()[0])
+    for line in (
+        "[1]",
+        "[" * 100_000,
+        "5",
+        "{}",
+        json.dumps(row | {"fen": 5}),
+        json.dumps(row | {"history": 5}),
+        "\0",
+    ):
+        path.write_text(f"{line}\n" * 3)
+        assert made(3, 5) == first, line[:80]
+        assert path.read_text() == good
+
+
 def test_checks_to_answer_where_a_model_trains() -> None:
     """Some positions to train on are put one check further; what is evaluated stays as it was made, and no position
     of one split is of another."""
