@@ -218,7 +218,7 @@ class TaskConfig:
                 by = f"task {self.name}"
                 if self.path and item.name in _options(self.name):
                     by += " where it reads data"
-                if any(item.name in _options(_task_of(label)) for label in self.weights):
+                if any(item.name in _options(_task_of(label)) - {"path"} for label in self.weights):
                     by += " where its parts read data"
                 raise UnreadError(f"task.{item.name} is not read by {by}; leave it out", item.name)
 
