@@ -91,7 +91,8 @@ def headline(
 def headline_names(count: int, ks: Sequence[int] = ()) -> tuple[str, ...]:
     """Return the names of the metrics that `headline` may compute of so many samples."""
     passes = (f"pass@{k}" for k in _sizes(count, ks))
-    return ("pass@1", "greedy", *passes, f"maj@{count}", f"best@{count}", "format", "truncated", *COUNTS)
+    majority = (f"maj@{count}",) if count > 1 else ()
+    return ("pass@1", "greedy", *passes, *majority, f"best@{count}", "format", "truncated", *COUNTS)
 
 
 def _sizes(count: int, ks: Sequence[int]) -> list[int]:
