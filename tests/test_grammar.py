@@ -27,6 +27,7 @@ from whet.__main__ import COMMANDS
 from whet.inspect.memory import room
 from whet.recipes import rl as rl_recipes
 from whet.recipes import sft as sft_recipes
+from whet.recipes.models import CHESS_BOARDS
 from whet.storage.folder import dated
 from whet.tasks.base import TaskConfig
 from whet.telemetry.provenance import no_run, resolve_run, short_name
@@ -679,11 +680,10 @@ def test_a_bad_input_is_one_line(line: str, home: Path, capsys: pytest.CaptureFi
     assert message in err
 
 
-def test_the_next_command_names_the_columns_that_were_given(tmp_path: Path) -> None:
-    """What a run prints at its end can be pasted: the comparison reads the same columns."""
-    task = TaskConfig(name="jsonl", path="my rows.csv", prompt="pregunta", answer="respuesta")
-    config = replace(rl_recipes.RECIPES["own"](), out=str(tmp_path), task=task)
-    pasted = shlex.split(next_steps(config).rpartition(" | whet ")[2])
+def _compared(said: str) -> TaskConfig:
+    """Return the task that the printed comparison reads."""
+    pasted = shlex.split(said.rpartition(" | whet ")[2])
+    assert pasted[0] == "compare"
     program = COMMANDS["compare"].load()
     options: dict[str, Any] = {
         "positional": program.positional,
@@ -691,7 +691,35 @@ def test_the_next_command_names_the_columns_that_were_given(tmp_path: Path) -> N
         "presets": program.presets,
     }
     parsed = cli.parse("whet compare", program.config_class, program.recipes, pasted[1:], **options)
-    read = parsed.config.eval.task
+    return parsed.config.eval.task
+
+
+@pytest.mark.parametrize("name", ["chess", "rookworld-124m", "rookworld-124m-p"])
+def test_the_next_commands_of_chess_play_and_compare(name: str, tmp_path: Path) -> None:
+    config = replace(rl_recipes.RECIPES[name](), out=str(tmp_path))
+    said = next_steps(config)
+    assert said.startswith(f"next: whet chess {tmp_path} | whet report {tmp_path} | ")
+    assert _compared(said).name == ("chess-policy" if name.endswith("-p") else "chess")
+    boards = replace(config, task=CHESS_BOARDS)  # knows what moves do, and chooses none
+    assert next_steps(boards).startswith(f"next: whet report {tmp_path} | ")
+    assert _compared(next_steps(boards)).weights == CHESS_BOARDS.weights
+
+
+def test_the_next_command_of_a_mixture_can_be_pasted(tmp_path: Path) -> None:
+    task = TaskConfig(
+        name="mixture", weights={"arithmetic": 2.0, "jsonl:a": 0.5}, paths={"jsonl:a": "my rows.csv"}
+    )
+    said = next_steps(replace(rl_recipes.RECIPES["own"](), out=str(tmp_path), task=task))
+    assert said.startswith("next: whet chat ")
+    read = _compared(said)
+    assert (read.name, read.weights, read.paths) == (task.name, task.weights, task.paths)
+
+
+def test_the_next_command_names_the_columns_that_were_given(tmp_path: Path) -> None:
+    """What a run prints at its end can be pasted: the comparison reads the same columns."""
+    task = TaskConfig(name="jsonl", path="my rows.csv", prompt="pregunta", answer="respuesta")
+    config = replace(rl_recipes.RECIPES["own"](), out=str(tmp_path), task=task)
+    read = _compared(next_steps(config))
     assert (read.name, read.path, read.prompt, read.answer) == (
         task.name,
         task.path,

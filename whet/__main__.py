@@ -322,6 +322,16 @@ def run(argv: Sequence[str]) -> int:
     if name not in COMMANDS:
         words = [*COMMANDS, "--help", "--version", "--completion"]
         raise cli.unknown("command", name, "whet", words, help_command="whet --help")
+    if name == "chess" and "--uci" in argv:
+        from whet.serve.chess.uci import answering
+
+        with answering(argv[1:]):
+            return _run_command(name, argv)
+    return _run_command(name, argv)
+
+
+def _run_command(name: str, argv: Sequence[str]) -> int:
+    """Run a command of the table."""
     resumable = name in RECIPE_FILES and name != "validate"
     if name in RECIPE_FILES and list(argv[1:]) in (["--help"], ["-h"]):
         lines, trains = recipe_lines(name), name not in ("eval", "validate")

@@ -27,6 +27,7 @@ from whet.eval.chess.games import (  # noqa: E402
     play_games,
     random_mover,
 )
+from whet.eval.metrics import headline_names  # noqa: E402
 from whet.generate.policy import PolicyConfig, load_policy  # noqa: E402
 from whet.generate.sampling import SamplingParams  # noqa: E402
 from whet.model.config import ModelConfig  # noqa: E402
@@ -85,6 +86,11 @@ def test_what_it_writes_and_its_exit_status(
     assert found["metrics"]["legal"]["high"] < 1
     assert found["details"]["num_positions"] == found["details"]["num_steps"] == 2
     assert found["num_problems"] == 4
+    own = task.Chess("chess").metric_names
+    assert found["metrics"].keys() <= {*headline_names(found["num_samples"]), *own}
+    assert found["metrics"].keys() >= {"pass@1", "format", "completion_tokens"}
+    assert {"pass@2", "pass@3", "pass@8", "maj@8"} < {*headline_names(8, [3])}
+    assert "maj@1" not in headline_names(1)
     for number, (require, status) in enumerate(
         (("legal 0.9", 1), ("env_exact 0.999", 2), ("legal 0.5 env_exact 0.5", 2), ("legal 0", 0))
     ):
@@ -93,6 +99,39 @@ def test_what_it_writes_and_its_exit_status(
     # Data of our own needs Stockfish: a failure of the system, not of the model.
     alone = ["eval", "chess", "--policy.init", str(model), "--out", str(tmp_path / "none")]
     assert program.main(alone) == evaluation.ENGINE_FAILED
+
+
+@pytest.mark.parametrize(
+    ("words", "program_file", "status", "told"),
+    [
+        (["--require", "nosuch", "1"], "", 2, "require.nosuch: task chess has no such metric"),
+        (["--require", "legl", "1"], "", 2, "did you mean 'legal'?"),
+        (["--require", "score_random", "1"], "", 2, "require.score_random: task chess has no such"),
+        (["--games.num-games", "2"], "/nope", 3, "'/nope' is not there"),
+        (["--games.num-games", "2"], "/bin/false", 3, "/bin/false failed"),
+    ],
+)
+def test_what_cannot_be_had_is_told_before_the_first_completion(
+    words: list[str],
+    program_file: str,
+    status: int,
+    told: str,
+    model: Path,
+    rows: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if program_file:
+        monkeypatch.setenv("WHET_STOCKFISH", program_file)
+    monkeypatch.setattr(task.Chess, "engine", None)
+    out = tmp_path / "eval"
+    start = ["eval", "chess", "--policy.init", str(model), "--task.path", str(rows), "--out", str(out)]
+    assert program.main([*start, *words]) == status
+    err = capsys.readouterr().err
+    assert told in err
+    assert err.count("\n") == 1
+    assert not out.exists()
 
 
 def test_games_are_fair_and_end_by_the_rules(tmp_path: Path) -> None:

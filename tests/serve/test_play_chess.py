@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import base64
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 chess = pytest.importorskip("chess", reason="python-chess is not installed: the extra chess")
 
+from chess import engine as chess_engine  # noqa: E402
+
+from whet import __version__  # noqa: E402
 from whet.eval.chess.games import Reply  # noqa: E402
-from whet.generate.policy import PolicyConfig  # noqa: E402
+from whet.generate.policy import PolicyConfig, load_policy  # noqa: E402
+from whet.model.config import ModelConfig  # noqa: E402
 from whet.report.boards import board_sources, draw_board  # noqa: E402
 from whet.report.pictures import picture_of  # noqa: E402
 from whet.report.samples import clean  # noqa: E402
-from whet.serve.chess.chess import ChessConfig, Terminal, Uci  # noqa: E402
+from whet.serve.chess.chess import ChessConfig, Terminal  # noqa: E402
 from whet.serve.chess.page import Table, make_app  # noqa: E402
 from whet.serve.chess.reply import evaluation_of, played  # noqa: E402
+from whet.serve.chess.uci import Front, Uci  # noqa: E402
 from whet.tasks.chess.formats import policy_answer, policy_prompt  # noqa: E402
 
 CONFIG = ChessConfig(policy=PolicyConfig(init="model"))
@@ -58,8 +66,27 @@ def test_terminal() -> None:
 def test_uci() -> None:
     lines: list[str] = []
     engine = Uci(Model(), "whet model", 0, lines.append)  # type: ignore[arg-type]
-    engine.run(["uci", "isready", "position startpos moves e2e4", "go movetime 100", "quit", "isready"])
-    assert lines[0].splitlines() == ["id name whet model", lines[0].splitlines()[1], "uciok"]
+    engine.run(
+        [
+            "uci",
+            "isready",
+            "setoption name MultiPV value 5",
+            "position startpos moves e2e4",
+            "go movetime 100",
+            "quit",
+            "isready",
+        ]
+    )
+    assert lines[0].splitlines() == [
+        "id name whet model",
+        f"id author whet {__version__}",
+        "option name Hash type spin default 16 min 1 max 33554432",
+        "option name Threads type spin default 1 min 1 max 1024",
+        "option name Move Overhead type spin default 10 min 0 max 5000",
+        "option name MultiPV type spin default 1 min 1 max 5",
+        "option name Ponder type check default false",
+        "uciok",
+    ]
     assert lines[1:] == [
         "readyok",
         "info depth 1 multipv 1 score cp -30 pv e7e5",
@@ -69,7 +96,7 @@ def test_uci() -> None:
     lines.clear()
     engine.run(["position startpos moves e2e5", "go"])
     assert lines[0].startswith("info string position: ")
-    assert lines[-1] == "bestmove e7e5"  # the board stays as it was
+    assert lines[1:] == ["bestmove 0000"]
     lines.clear()
     engine.run(
         [
@@ -84,6 +111,215 @@ def test_uci() -> None:
     lines.clear()
     engine.run(["go"])
     assert lines == ["bestmove (none)"]  # stalemate
+
+
+AFTER_E4 = "position startpos moves e2e4"
+
+
+class Naming:
+    """Answers every position with one text."""
+
+    def __init__(self, text: str, move: str) -> None:
+        self._reply = Reply(move, text)
+
+    def ask(self, boards: Sequence[Any]) -> list[Reply]:
+        return [self._reply for _ in boards]
+
+
+def say(*commands: str, model: Any = None) -> list[str]:
+    """What the engine writes."""
+    lines: list[str] = []
+    Uci(model or Model(), "whet model", 0, lines.append).run(["setoption name MultiPV value 5", *commands])
+    return lines
+
+
+def test_uci_waits_for_stop_where_it_is_to_think_on() -> None:
+    thought = ["info depth 1 multipv 1 score cp -30 pv e7e5", "info depth 1 multipv 2 score cp -41 pv c7c5"]
+    assert say(AFTER_E4, "go infinite") == thought
+    assert say(AFTER_E4, "go infinite", "isready", "stop", "stop") == [*thought, "readyok", "bestmove e7e5"]
+    assert say(AFTER_E4, "go ponder wtime 1", "ponderhit") == [*thought, "bestmove e7e5"]
+    assert say(AFTER_E4, "go ponder", "stop", "ponderhit") == [*thought, "bestmove e7e5"]
+    assert say(AFTER_E4, "stop", "ponderhit") == []
+
+
+def test_uci_restricts_its_move() -> None:
+    line = "info depth 1 multipv 1 score cp -41 pv c7c5"
+    assert say(AFTER_E4, "go searchmoves a7a6 c7c5 wtime 5") == [
+        line,
+        "info string its best move is not among searchmoves; a candidate is played",
+        "bestmove c7c5",
+    ]
+    assert say(AFTER_E4, "go searchmoves a7a6 b7b6 depth 3")[-2:] == [
+        "info string nothing it named is among searchmoves; the first of them is played",
+        "bestmove a7a6",
+    ]
+    assert say(AFTER_E4, "go searchmoves c7c5 e7e5")[-1] == "bestmove e7e5"
+    assert say(AFTER_E4, "go searchmoves e2e4")[0].startswith(
+        "info string searchmoves: none of them is legal"
+    )
+    assert say(AFTER_E4, "go searchmoves e2e4")[-1] == "bestmove e7e5"
+
+
+def test_uci_sends_legal_lines_once_with_the_played_move_first() -> None:
+    moves = ["d2d4", "e2e5", "e2e4", "d2d4", "g1f3"]
+    model = Naming(policy_answer(moves, [0.5, 9.0, 0.3, 7.0, 0.4], "e2e4"), "e2e4")
+    lines = [
+        "info depth 1 multipv 1 score cp 30 pv e2e4",
+        "info depth 1 multipv 2 score cp 50 pv d2d4",
+        "info depth 1 multipv 3 score cp 40 pv g1f3",
+    ]
+    assert say("go", model=model) == [*lines, "bestmove e2e4"]
+    assert say("setoption name MultiPV value 2", "go", model=model) == [*lines[:2], "bestmove e2e4"]
+    assert say("setoption name multipv value 1", "go", model=model) == [*lines[:1], "bestmove e2e4"]
+    told: list[str] = []
+    Uci(model, "whet model", 0, told.append).run(["go"])  # type: ignore[arg-type]
+    assert told == [*lines[:1], "bestmove e2e4"]
+    alone = Naming(policy_answer(["d2d4"], [0.5], "a2a3"), "a2a3")  # its move has no evaluation
+    assert say("go", model=alone) == [
+        "info depth 1 multipv 1 pv a2a3",
+        "info depth 1 multipv 2 score cp 50 pv d2d4",
+        "bestmove a2a3",
+    ]
+
+
+def test_uci_options() -> None:
+    for name in ("Hash", "Threads", "Move Overhead", "Ponder"):
+        assert say(f"setoption name {name} value 1") == []
+    assert say("setoption name Style value Risky") == ["info string there is no option 'Style'"]
+    for value in ("0", "6", "many", "9" * 5000):
+        (told,) = say(f"setoption name MultiPV value {value}")
+        assert told.startswith("info string MultiPV: expected 1 to 5")
+
+
+@pytest.mark.parametrize(
+    "position",
+    [
+        "fen kk6/8/8/8/8/8/8/KK6 w - - 0 1",
+        "fen 8/8/8/8/8/8/8/8 w - - 0 1",
+        "fen nonsense",
+        "startpos moves 0000",
+        "startpos moves e2e4 e2e4",
+        "",
+    ],
+)
+def test_uci_refuses_positions_that_cannot_be_played_on(position: str) -> None:
+    told, *rest = say(f"position {position}", "go", AFTER_E4, "go")
+    assert told.startswith("info string position: ")
+    assert (rest[0], rest[-1]) == ("bestmove 0000", "bestmove e7e5")
+
+
+def test_uci_is_answered_while_the_model_is_loaded() -> None:
+    """Also in pieces, and beside bytes that are no UTF-8."""
+    written: list[str] = []
+    data = iter([b"uc", b"i\nisready\n\xff\xfe go\r\nuci", b""])
+    front = Front(lambda: next(data), written.append)
+    front.begin("whet model")
+    assert list(front) == ["isready", "\ufffd\ufffd go\r"]  # what it ends with
+    assert [text.splitlines()[-1] for text in written] == ["uciok", "uciok"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights: they name no legal move."""
+    shape = ModelConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
+        max_positions=256,
+    )
+    folder = tmp_path_factory.mktemp("tiny")
+    config = PolicyConfig(model=shape, tokenizer="boards", schema="none", template="plain")
+    load_policy(config, seed=0).save(folder)
+    return folder
+
+
+@pytest.mark.ci
+def test_python_chess_plays_and_analyses(tiny: Path) -> None:
+    """Its engine module speaks with the process: its handshake, a limited move, an analysis that it stops."""
+    words = [
+        sys.executable,
+        "-m",
+        "whet",
+        "chess",
+        str(tiny),
+        "--uci",
+        "--max-new-tokens",
+        "8",
+        "--tries",
+        "1",
+    ]
+    board = chess.Board()
+    with chess_engine.SimpleEngine.popen_uci(words, timeout=120) as engine:
+        assert engine.id["name"] == f"whet {tiny.name}"
+        assert {"Hash", "Threads", "Move Overhead", "MultiPV", "Ponder"} == engine.options.keys()
+        engine.configure({"Hash": 8, "Threads": 2, "Move Overhead": 100})
+        played = engine.play(board, chess_engine.Limit(time=0.1), info=chess_engine.INFO_ALL)
+        assert played.info["pv"] == [played.move]
+        assert played.move in board.legal_moves
+        only = [chess.Move.from_uci("h2h3")]
+        assert engine.play(board, chess_engine.Limit(time=0.1), root_moves=only).move == only[0]
+        with engine.analysis(board) as analysis:  # go infinite
+            assert analysis.get()
+            analysis.stop()
+            best = analysis.wait().move
+            assert best in board.legal_moves
+
+
+@pytest.mark.ci
+def test_what_loading_stops_at_is_told_to_the_program_and_to_the_user(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "whet", "chess", str(tmp_path / "none"), "--uci"]
+    done = subprocess.run(words, input=b"uci\nisready\n", capture_output=True, timeout=120, check=False)
+    lines = done.stdout.decode().splitlines()
+    assert done.returncode == 2
+    assert lines[lines.index("uciok") + 1].startswith("info string ")
+    assert "none" in lines[-1]
+    assert "readyok" not in lines
+    assert done.stderr.decode().count("\n") == 1
+
+
+@pytest.mark.ci
+def test_the_terminal_reads_bytes_that_are_no_utf8(tiny: Path) -> None:
+    words = [sys.executable, "-m", "whet", "chess", str(tiny), "--max-new-tokens", "8"]
+    done = subprocess.run(
+        words, input=b"\xff\xfe\n/fen\n/quit\n", capture_output=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "is no legal move here" in done.stdout.decode()
+    assert chess.STARTING_FEN in done.stdout.decode()
+
+
+def test_a_move_that_passes_is_none() -> None:
+    lines: list[str] = []
+    game = Terminal(Model(), CONFIG, lines.append)  # type: ignore[arg-type]
+    for word in ("0000", "--", "Z0"):
+        game.handle(word)
+        assert lines[-1].startswith(f"'{word}' is no legal move here")
+    assert not game.board.move_stack
+
+
+REPEATED = ["g1f3", "g8f6", "f3g1", "f6g8"] * 4
+
+
+def test_a_game_that_is_over_takes_no_further_move() -> None:
+    lines: list[str] = []
+    game = Terminal(Model(), CONFIG, lines.append)  # type: ignore[arg-type]
+    for move in REPEATED:
+        game.board.push_uci(move)
+    for word in ("e2e4", "e4"):
+        game.handle(word)
+        assert lines[-1] == "the game is over (fivefold repetition: 1/2-1/2); type /new or /undo"
+    table = Table(Model(), chess.STARTING_FEN)  # type: ignore[arg-type]
+    found = table.answer({"moves": REPEATED, "side": "white"})
+    assert (found["end"], found["legal"]) == ("fivefold repetition: 1/2-1/2", [])
+    found = table.answer({"moves": REPEATED, "side": "white", "move": "e2e4"})
+    assert found == {"error": "the game is over (fivefold repetition: 1/2-1/2)"}
+    old = Table(Model(), "8/5k2/8/2Q5/8/1K6/8/8 w - - 150 120")  # type: ignore[arg-type]
+    assert old.answer({"moves": [], "side": "white", "move": "c5c4"}) == {
+        "error": "the game is over (seventyfive moves: 1/2-1/2)"
+    }
 
 
 def test_a_legal_candidate_replaces_an_illegal_best_move() -> None:

@@ -14,10 +14,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from whet.config import align, dump_yaml
-from whet.eval.chess.games import GamesConfig, Player, measure_games
+from whet.config import align, closest, dump_yaml
+from whet.eval.chess.games import GamesConfig, Player, check_opponents, measure_games, metric_names
 from whet.eval.grade import AnswerFrom
 from whet.eval.measure import Chunk, EvalResult, evaluate, total_work
+from whet.eval.metrics import headline_names
 from whet.eval.progress import read_finished, save_chunk, start_progress
 from whet.eval.record import PROGRESS, SUMMARY, describe_weights, write_json, write_summary
 from whet.eval.show import describe, draw_evaluation, intervals, print_result
@@ -357,6 +358,8 @@ def _prepare(config: EvalConfig, policy: Policy, name: str, own: TaskConfig, tas
             f"task {task.name}: two problems have the uid {twice!r}; give every problem a unique one"
         )
     check_gold(task, wanted, "an evaluation compares answers")
+    _check_metrics(config, task)
+    check_opponents(config.games)
     problems = fitting_problems(policy, wanted, min_new_tokens=1)
     if not problems:
         raise UserError(
@@ -373,6 +376,25 @@ def _prepare(config: EvalConfig, policy: Policy, name: str, own: TaskConfig, tas
         num_left_out=len(wanted) - len(problems),
         rewards=rewards,
     )
+
+
+def _check_metrics(config: EvalConfig, task: Task) -> None:
+    """Refuse requirements of what is not measured; of a task of the user's own one sees it at the end.
+
+    Raises:
+        UserError: If there is no such metric.
+    """
+    own = getattr(task, "metric_names", None) if isinstance(task, Measured) else ()
+    if own is None:
+        return
+    known = (*headline_names(config.num_samples, config.k), *own, *metric_names(config.games))
+    for metric in config.require:
+        if metric not in known:
+            near = closest(metric, known)
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise UserError(
+                f"require.{metric}: task {task.name} has no such metric; it has {', '.join(known)}{hint}"
+            )
 
 
 def _run(policy: Policy, job: _Job, model: dict[str, Any]) -> dict[str, Any]:

@@ -67,8 +67,7 @@ def headline(
         "pass@1": [c / count for c in correct_P],
         "greedy": [float(done.grade.is_correct) for done in greedy],
     }
-    powers = [1 << power for power in range(1, count.bit_length()) if 1 << power < count]
-    for k in sorted({*powers, *ks, count} - {1}):
+    for k in _sizes(count, ks):
         per_problem[f"pass@{k}"] = [pass_at_k(count, c, k) for c in correct_P]
     if count > 1:
         per_problem[f"maj@{count}"] = [_majority(row) for row in samples]
@@ -87,6 +86,19 @@ def headline(
         interval_of = bootstrap_interval if name in COUNTS else share_interval
         intervals[name] = interval_of(values, seed=seed)
     return intervals
+
+
+def headline_names(count: int, ks: Sequence[int] = ()) -> tuple[str, ...]:
+    """Return the names of the metrics that `headline` may compute of so many samples."""
+    passes = (f"pass@{k}" for k in _sizes(count, ks))
+    majority = (f"maj@{count}",) if count > 1 else ()
+    return ("pass@1", "greedy", *passes, *majority, f"best@{count}", "format", "truncated", *COUNTS)
+
+
+def _sizes(count: int, ks: Sequence[int]) -> list[int]:
+    """Return the k above 1 of pass@k: powers of two, those that are asked for, and all samples."""
+    powers = [1 << power for power in range(1, count.bit_length()) if 1 << power < count]
+    return sorted({*powers, *ks, count} - {1})
 
 
 def best_of_n(row: Sequence[Judged]) -> float:

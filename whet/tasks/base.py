@@ -205,22 +205,21 @@ class TaskConfig:
         if _needs_path(self.name) and not self.path:
             where = "hub name" if self.name == "hub" else "folder or file"
             raise UserError(f"task {self.name} needs data: give its {where} with --task.path")
-        read = {"name"} | _options(self.name)
+        read = {"name"} | _read_by(self.name, self.path)
         if self.name == "mixture":
             _check_parts(self)
-            read |= {name for label in self.weights for name in _options(_task_of(label))} - {"path"}
-        elif self.path and self.name in NO_PATH_NEEDED:
-            read -= _DRAWN | {"level"}
-            if self.name in (
-                "chess-env",
-                "chess-moves",
-            ):  # only positions that we make are from Stockfish's games
-                read -= {"nodes"}
+            for label in self.weights:
+                task = _task_of(label)
+                read |= _read_by(task, self.paths.get(label, "")) - {"path"}
+                # Configs of earlier runs have these beside data for every part.
+                read |= _options(task) & (_DRAWN | {"level"})
         for item in fields(self):
             if item.name not in read and getattr(self, item.name) not in (item.default, {}):
                 by = f"task {self.name}"
                 if self.path and item.name in _options(self.name):
                     by += " where it reads data"
+                if any(item.name in _options(_task_of(label)) - {"path"} for label in self.weights):
+                    by += " where its parts read data"
                 raise UnreadError(f"task.{item.name} is not read by {by}; leave it out", item.name)
 
 
@@ -262,6 +261,16 @@ def _options(name: str) -> frozenset[str]:
     return OPTIONS.get(name, frozenset({"path"}))
 
 
+def _read_by(name: str, path: str) -> frozenset[str]:
+    """Return the fields that a task reads, with data of the user's or without."""
+    read = _options(name)
+    if path and name in NO_PATH_NEEDED:
+        read -= _DRAWN | {"level"}
+        if name in ("chess-env", "chess-moves"):  # only positions that we make are from Stockfish's games
+            read -= {"nodes"}
+    return read
+
+
 def _needs_path(name: str) -> bool:
     has_own = name in NO_PATH_NEEDED or name in HUB_SETS
     return name in OPTIONS and "path" in OPTIONS[name] and not has_own
@@ -299,9 +308,8 @@ def _mixture(config: TaskConfig) -> Mixture:
     for label in config.weights:
         name = _task_of(label)
         path = config.paths.get(label, "")
-        unread = _DRAWN | {"level"} if path and name in NO_PATH_NEEDED else frozenset()
         options: dict[str, Any] = {
-            option: getattr(config, option) for option in _options(name) - {"path"} - unread
+            option: getattr(config, option) for option in _read_by(name, path) - {"path"}
         }
         parts[label] = load_task(TaskConfig(name=name, path=path, **options))
     return Mixture(parts, config.weights)

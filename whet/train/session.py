@@ -39,7 +39,8 @@ from whet.sandbox.reentry import refuse_reentry
 from whet.storage.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step
 from whet.storage.commit import DiskFullError, commit_folder
 from whet.storage.folder import check_folder, displaced, open_run
-from whet.tasks.base import told_of
+from whet.tasks.base import TaskConfig, told_of
+from whet.tasks.chess.task import KINDS
 from whet.tasks.quarantine import write_quarantine
 from whet.telemetry import heartbeat
 from whet.telemetry.heartbeat import SHOW_CURSOR, Heartbeat
@@ -452,8 +453,36 @@ def next_steps(config: RunConfig) -> str:
         data += f" --data {shlex.quote(task.path)}"
         named = ((name, getattr(task, name, "")) for name in ("config", "split", "prompt", "answer"))
         data += "".join(f" --eval.task.{name} {shlex.quote(value)}" for name, value in named if value)
+    if task is not None and task.name == "mixture":
+        data = _mixture_words(task)
     compared = f" | whet compare {shlex.quote(config.policy.init)} {run}{data}" if config.policy.init else ""
-    return f"next: whet chat {run} | whet report {run}{compared}"
+    talk = "chat" if task is None else _talk_of(task)
+    return f"next: {f'whet {talk} {run} | ' if talk else ''}whet report {run}{compared}"
+
+
+def _kinds_of(task: TaskConfig) -> set[str]:
+    """Return the tasks of a mixture's parts, or the task itself."""
+    return {label.partition(":")[0] for label in task.weights} if task.name == "mixture" else {task.name}
+
+
+def _talk_of(task: TaskConfig) -> str:
+    """Return the command that talks with, or plays against, a model of a task; '' where it knows neither."""
+    kinds = _kinds_of(task)
+    if not kinds <= KINDS.keys():
+        return "chat"
+    return "chess" if kinds & {"chess-policy", "chess-reason", "chess"} else ""
+
+
+def _mixture_words(task: TaskConfig) -> str:
+    """Return the options that evaluate a model of a mixture: of chess its own evaluation, else the same mixture."""
+    kinds = _kinds_of(task)
+    if kinds <= KINDS.keys() and "chess-policy" in kinds:
+        layout = f" --eval.task.layout {task.layout}" if task.layout != "padded" else ""
+        return f" --task chess{layout}"
+    weights = [word for label, weight in task.weights.items() for word in (label, f"{weight:g}")]
+    paths = [word for pair in task.paths.items() for word in pair]
+    words = ["--task", "mixture", "--eval.task.weights", *weights]
+    return f" {shlex.join([*words, *(['--eval.task.paths', *paths] if paths else [])])}"
 
 
 class Stopped(SystemExit):

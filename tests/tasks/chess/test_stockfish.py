@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 chess = pytest.importorskip("chess", reason="python-chess is not installed: the extra chess")
 
 from whet.tasks.chess import stockfish  # noqa: E402
+from whet.tasks.chess.scoring import Line  # noqa: E402
 from whet.tasks.chess.stockfish import EngineError, Stockfish, find_stockfish  # noqa: E402
 
 needs_engine = pytest.mark.skipif(
@@ -86,6 +88,118 @@ def test_a_process_that_hangs_is_killed_and_replaced(tmp_path: Path, always: boo
         else:
             assert pool.lines([chess.Board()])[0][0].cp == 13
             assert pool.num_restarts == 1
+
+
+SAYING = """#!/usr/bin/env python3
+import sys
+for line in sys.stdin:
+    if line.startswith("uci\\n"):
+        print("id name Odd 1\\noption name Threads type spin default 1 min 1 max 8", flush=True)
+        print("option name Hash type spin default 1 min 1 max 8", flush=True)
+        print("option name MultiPV type spin default 1 min 1 max 8\\nuciok", flush=True)
+    elif line.startswith("isready"):
+        print("readyok", flush=True)
+    elif line.startswith("go"):
+        for number, moves in enumerate({lines!r}, 1):
+            print(f"info depth 1 multipv {{number}} score cp 13 nodes 1 pv {{moves}}", flush=True)
+        print("bestmove e2e4", flush=True)
+    elif line.startswith("quit"):
+        break
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (["e2e5"], "'e2e5', which is illegal"),
+        (["e2e4 e7e5", "e2e4 c7c5"], "'e2e4' twice"),
+        (["e2e4 e2e4"], "'e2e4', which is illegal after 1 moves"),
+        ([""], "a line without moves"),
+        ([], "no move, and there are legal ones"),
+    ],
+)
+def test_an_engine_that_names_what_cannot_be_is_not_believed(
+    tmp_path: Path, lines: list[str], told: str
+) -> None:
+    program, cache = tmp_path / "engine", tmp_path / "lines.sqlite"
+    program.write_text(SAYING.format(lines=lines))
+    program.chmod(0o755)
+    pool = Stockfish(10, num_processes=1, path=str(program), cache_path=str(cache))
+    with pool, pytest.raises(EngineError) as caught:
+        pool.lines([chess.Board()])
+    for part in (str(program), chess.STARTING_FEN, told):
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with sqlite3.connect(cache) as file:
+        assert file.execute("SELECT count(*) FROM lines").fetchone() == (0,)
+
+
+@pytest.fixture
+def working(tmp_path: Path) -> str:
+    """A program that names 1. e4 and 1. d4."""
+    program = tmp_path / "working"
+    program.write_text(SAYING.format(lines=["e2e4 e7e5", "d2d4"]))
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_a_cached_value_that_we_do_not_write_is_searched_again(tmp_path: Path, working: str) -> None:
+    cache = tmp_path / "lines.sqlite"
+    board = chess.Board()
+    values = (
+        *('[[["e2e4"],1e999]]', "[" * 100_000, "[[[],5]]", "[]", "[5]", "null", "", None, b"\xff", 7),
+        *('[[["e2e5"],5]]', '[[["e2e4"],5],[["e2e4"],4]]', '[[["e2e4","x"],5]]', '[["e2e4",5]]'),
+        *('{"e2e4": 5}', '[[["e2e4"],"5"]]', "[[[5],5]]"),
+    )
+    with Stockfish(10, num_processes=1, path=working, cache_path=str(cache)) as pool:
+        (right,) = pool.lines([board])
+        for number, value in enumerate(values, 2):
+            with sqlite3.connect(cache) as file:
+                file.execute("UPDATE lines SET value = ?", (value,))
+            file.close()
+            assert pool.lines([board]) == [right], value
+            assert pool.lines([board]) == [right]  # what is found takes the place of the damaged value
+            assert pool.num_searched == number
+
+
+@pytest.mark.parametrize("damage", ["pages", "schema", "text"])
+def test_a_damaged_cache_counts_as_empty(tmp_path: Path, working: str, damage: str) -> None:
+    cache = tmp_path / "lines.sqlite"
+    boards = [chess.Board()]
+    with Stockfish(10, num_processes=1, path=working, cache_path=str(cache)) as pool:
+        right = pool.lines(boards)
+    if damage == "text":
+        cache.write_text("no database")
+    else:
+        with sqlite3.connect(cache) as file:
+            if damage == "schema":
+                file.execute("DROP TABLE lines")
+                file.execute("CREATE TABLE lines (other TEXT)")
+            else:
+                file.executemany(
+                    "INSERT INTO lines VALUES (?, ?)", [(f"{n:05}", "x" * 500) for n in range(2000)]
+                )
+        file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        file.close()
+    if damage == "pages":
+        data = cache.read_bytes()
+        cache.write_bytes(data[:8192] + b"\xff" * (len(data) - 8192))
+    with Stockfish(10, num_processes=1, path=working, cache_path=str(cache)) as pool:
+        assert pool.lines(boards) == right
+        assert pool.lines(boards) == right
+        assert pool.num_searched == 1  # the second time from memory
+
+
+def test_entries_of_earlier_versions_are_still_read(tmp_path: Path, working: str) -> None:
+    cache = tmp_path / "lines.sqlite"
+    with sqlite3.connect(cache) as file:
+        file.execute("CREATE TABLE lines (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID")
+        name = "Odd 1|10|5|rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0"
+        file.execute("INSERT INTO lines VALUES (?, ?)", (name, '[[["g1f3", "d7d5"], 7]]'))
+    file.close()
+    with Stockfish(10, num_processes=1, path=working, cache_path=str(cache)) as pool:
+        assert pool.lines([chess.Board()]) == [[Line(("g1f3", "d7d5"), 7)]]
+        assert pool.num_searched == 0
 
 
 def test_a_missing_program_is_named_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

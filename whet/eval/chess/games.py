@@ -16,7 +16,7 @@ from whet.tasks.chess.board import find_move, library
 from whet.tasks.chess.formats import Layout, policy_prompt, read_policy, reason_prompt
 from whet.tasks.chess.measures import elo_interval
 from whet.tasks.chess.positions import OPENINGS
-from whet.tasks.chess.stockfish import DEADLINE_S, INSTALL, EngineError, end_process, find_stockfish
+from whet.tasks.chess.stockfish import DEADLINE_S, INSTALL, EngineError, end_process, require_stockfish
 from whet.tasks.made.draft import Draw
 from whet.types import Problem, UserError
 
@@ -189,9 +189,7 @@ class Opponent:
     """
 
     def __init__(self, skill: int, nodes: int) -> None:
-        self._path, self._skill, self._nodes = find_stockfish(), skill, nodes
-        if not self._path:
-            raise EngineError(f"Stockfish is not installed; {INSTALL}")
+        self._path, self._skill, self._nodes = require_stockfish(), skill, nodes
         self._loop = asyncio.new_event_loop()
         self._engine: Any = None
 
@@ -213,6 +211,14 @@ class Opponent:
             played = await asyncio.wait_for(self._engine.play(board, limit, game=object()), DEADLINE_S)
             found.append(played.move.uci() if played.move else "")
         return found
+
+    def start(self) -> None:
+        """Start the process, if it does not run: so that one finds that it does before it is needed.
+
+        Raises:
+            EngineError: If it does not start.
+        """
+        self([])
 
     def close(self) -> None:
         """End the process."""
@@ -253,6 +259,28 @@ class Game:
         )
         game.headers["Termination"] = self.reason
         return f"{game}\n"
+
+
+def check_opponents(config: GamesConfig) -> None:
+    """Find out whether the opponents of games can be started.
+
+    Raises:
+        EngineError: If one cannot.
+    """
+    for skill in config.skills if config.num_games else ():
+        opponent = Opponent(skill, config.nodes)
+        try:
+            opponent.start()
+        finally:
+            opponent.close()
+
+
+def metric_names(config: GamesConfig) -> tuple[str, ...]:
+    """Return the names of the metrics that `measure_games` returns."""
+    if not config.num_games:
+        return ()
+    labels = (RANDOM, *(f"stockfish_{skill}" for skill in config.skills))
+    return tuple(f"{what}_{label}" for label in labels for what in ("score", "elo"))
 
 
 def play_games(

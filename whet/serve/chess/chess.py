@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import io
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from whet import __version__
 from whet.cli import Program, escape
-from whet.eval.chess.games import MAX_TRIES, Player, Reply
+from whet.eval.chess.games import MAX_TRIES, Player
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.serve.chat import NO_MODEL, require_model
 from whet.serve.chess.page import Table, serve_page
-from whet.serve.chess.reply import played
+from whet.serve.chess.reply import end_of, played
+from whet.serve.chess.uci import Uci, front
 from whet.tasks.chess.board import find_move, library, read_board
-from whet.tasks.chess.formats import Layout, read_policy
+from whet.tasks.chess.formats import Layout
 from whet.telemetry.display import escape_controls
-from whet.types import UserError
 
 if TYPE_CHECKING:
     import chess
@@ -114,6 +113,9 @@ class Terminal:
         elif not word:
             return
         else:
+            if self.board.outcome() is not None:
+                self._write(f"the game is over ({end_of(self.board)}); type /new or /undo")
+                return
             move = self._read(word)
             if move is None:
                 self._write(f"{escape(word[:20])!r} is no legal move here; type {HELP}")
@@ -126,7 +128,7 @@ class Terminal:
         if move is not None:
             return move
         try:
-            return self.board.parse_san(word)
+            return self.board.parse_san(word) or None  # it reads moves that pass, which chess does not have
         except ValueError:
             return None
 
@@ -141,89 +143,14 @@ class Terminal:
             self._write(f"it plays {self.board.san(self.board.parse_uci(move))}")
             self.board.push_uci(move)
         self._write(str(self.board if self.is_white else self.board.transform(_turn_around)))
-        outcome = self.board.outcome()
-        if outcome is not None:
-            self._write(f"{outcome.termination.name.lower().replace('_', ' ')}: {outcome.result()}")
+        if end := end_of(self.board):
+            self._write(end)
 
 
 def _turn_around(squares: int) -> int:
     """Turn a set of squares by half a turn."""
     chess = library()
     return chess.flip_vertical(chess.flip_horizontal(squares))
-
-
-class Uci:
-    """The engine's side of UCI.
-
-    Args:
-        player: The model.
-        name: What it is called.
-        seed: Seed of moves that replace illegal ones.
-        write: Writes a line.
-    """
-
-    def __init__(self, player: Player, name: str, seed: int, write: Callable[[str], None]) -> None:
-        self._player, self._name, self._seed, self._write = player, name, seed, write
-        self._board = library().Board()
-
-    def run(self, lines: Iterable[str]) -> None:
-        """Answer until the lines end, or quit; what it does not know is ignored, as the protocol asks."""
-        for line in lines:
-            words = line.split()
-            if not words:
-                continue
-            if words[0] == "quit":
-                return
-            if words[0] == "uci":
-                self._write(f"id name {self._name}\nid author whet {__version__}\nuciok")
-            elif words[0] == "isready":
-                self._write("readyok")
-            elif words[0] == "ucinewgame":
-                self._board = library().Board()
-            elif words[0] == "position":
-                self._place(words[1:])
-            elif words[0] == "go":
-                self._go()
-
-    def _place(self, words: list[str]) -> None:
-        """Set up a position: startpos or fen, then moves; a malformed one is told and leaves the board as it is."""
-        place = words.index("moves") if "moves" in words else len(words)
-        try:
-            if words[:1] == ["startpos"]:
-                board = library().Board()
-            elif words[:1] == ["fen"]:
-                board = library().Board(" ".join(words[1:place]))
-            else:
-                raise ValueError("expected startpos or fen")
-            for move in words[place + 1 :]:
-                board.push_uci(move)
-        except ValueError as error:
-            self._write(f"info string position: {escape(str(error)[:200])}")
-            return
-        self._board = board
-
-    def _go(self) -> None:
-        board = self._board
-        if not any(board.legal_moves):
-            self._write("bestmove (none)")
-            return
-        try:
-            (reply,) = self._player.ask([board])
-        except UserError as error:
-            self._write(f"info string {escape(str(error)[:200])}")
-            reply = Reply("", "")
-        move, note = played(board, reply, self._seed)
-        said = read_policy(reply.text)
-        pairs = [
-            (number, one)
-            for one, number in zip(said.moves, said.evals, strict=False)
-            if math.isfinite(number) and find_move(board, one)
-        ]
-        for rank, (number, one) in enumerate(sorted(pairs, key=lambda pair: (pair[1] != move, -pair[0])), 1):
-            self._write(f"info depth 1 multipv {rank} score cp {round(100 * number)} pv {one}")
-        if note:
-            self._write(f"info string {escape(note)}")
-        self._write(f"bestmove {move}")
 
 
 def main(config: ChessConfig) -> None:
@@ -245,13 +172,16 @@ def main(config: ChessConfig) -> None:
     )
     name = Path(config.policy.init).expanduser().resolve().name
     if config.uci:
-        Uci(player, f"whet {name}", config.seed, lambda text: print(text, flush=True)).run(sys.stdin)
+        front().begin(f"whet {name}")
+        Uci(player, f"whet {name}", config.seed, front().write).run(front())
     elif config.page:
         start = read_board(config.fen).fen() if config.fen else library().STARTING_FEN
         table = Table(player, start, config.seed)
         serve_page(table, name, side=config.side, host=config.host, port=config.port)
     else:
         print(HELP)
+        if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no UTF-8 are no move, and no end
+            sys.stdin.reconfigure(errors="replace")
         Terminal(player, config).run(sys.stdin)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet.install import install_command
 from whet.report.page import render
-from whet.serve.chess.reply import evaluation_of, played
+from whet.serve.chess.reply import end_of, evaluation_of, played
 from whet.serve.serve import is_local, listen
 from whet.tasks.chess.board import find_move, library
 from whet.types import UserError
@@ -55,16 +55,18 @@ class Table:
                 move = find_move(board, f"{text}q")  # a pawn that is clicked to its end becomes a queen
             if move is None:
                 return {"error": f"{str(text)[:10]!r} is not a legal move"}
+            if end := end_of(board):
+                return {"error": f"the game is over ({end})"}
             board.push(move)
         is_white = asked.get("side") != "black"
         said = note = value = ""
-        if board.outcome() is None and board.turn != is_white:
+        if not end_of(board) and board.turn != is_white:
             with self._lock:
                 (reply,) = self._player.ask([board])
             chosen, note = played(board, reply, self._seed)
             said, value = reply.text, evaluation_of(reply.text)
             board.push_uci(chosen)
-        outcome = board.outcome()
+        end = end_of(board)
         chess = library()
         names = chess.Board(self._start).variation_san(board.move_stack) if board.move_stack else ""
         drawn = chess.svg.board(
@@ -79,11 +81,11 @@ class Table:
             "names": names,
             "board": f"data:image/svg+xml;base64,{base64.b64encode(drawn.encode()).decode()}",
             "fen": board.fen(),
-            "legal": [move.uci() for move in board.legal_moves],
+            "legal": [] if end else [move.uci() for move in board.legal_moves],
             "said": said[:2000],
             "value": value,
             "note": note,
-            "end": "" if outcome is None else f"{outcome.termination.name.lower()}: {outcome.result()}",
+            "end": end,
         }
 
 

@@ -37,6 +37,15 @@ def played(board: chess.Board, reply: Reply, seed: int) -> tuple[str, str]:
     return any_move(board, seed), f"{asked}nothing it named is legal ({why}); any move is played"
 
 
+def end_of(board: chess.Board) -> str:
+    """Say how a game ended, as 'checkmate: 1-0'; '' while it goes on. A fifth repetition and 75 moves without a capture
+    or a pawn's move end it, draws that have to be claimed do not."""
+    outcome = board.outcome()
+    if outcome is None:
+        return ""
+    return f"{outcome.termination.name.lower().replace('_', ' ')}: {outcome.result()}"
+
+
 def evaluation_of(text: str) -> str:
     """Return what a policy's completion says of its best move, as '+0.31'; '' where it says nothing."""
     said = read_policy(text)

@@ -88,6 +88,11 @@ class Listed:
     is_well_formed: bool = False
 
 
+def is_move(text: str) -> bool:
+    """Say whether a text has the form of a move in UCI notation: e2e4, e7e8q."""
+    return _MOVE.fullmatch(text) is not None
+
+
 def policy_prompt(fen: str, layout: Layout = "padded") -> str:
     """Write the prompt that asks for candidates, evaluations and the best move."""
     gap = GAPS[layout]

@@ -15,7 +15,7 @@ from whet.stats import Interval, bootstrap_interval, share_interval
 from whet.tasks.chess.board import find_move, illegal_cause
 from whet.tasks.chess.formats import Policy
 from whet.tasks.chess.positions import mates
-from whet.tasks.chess.scoring import Line
+from whet.tasks.chess.scoring import Kind, Line
 
 if TYPE_CHECKING:
     import chess
@@ -27,6 +27,19 @@ WORST_CP = 1000
 ELO_PRIOR = 0.5
 """Wins and losses against the mean rating that an estimate begins with, so that it is finite."""
 NUM_RESAMPLES = 1000
+
+
+_MOVES = (
+    *("legal", "best_move", "top5", "centipawn_loss", "centipawn_loss_legal", "mate_in_one"),
+    *("puzzle_solved", "puzzle_elo", "suite"),
+)
+METRICS: dict[Kind, tuple[str, ...]] = {
+    "policy": (*_MOVES, "best_in_candidates", "candidates_legal", "eval_rank"),
+    "environment": ("env_exact", "env_board", "env_reward", "env_flags", "env_similarity"),
+    "moves": ("moves_legal", "moves_pieces"),
+    "reason": _MOVES,
+}
+"""Names of the metrics that `measures_of` may return, by kind of line."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from whet.config import cache_folder
 from whet.tasks.chess.board import find_move, library, mirrored_move, phase_of, position_key
@@ -123,8 +123,8 @@ def made(count: int, seed: int, engine: Stockfish | None = None) -> list[Positio
     try:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         if len(rows) >= count:
-            return [Position(row["fen"], tuple(row["history"]), row["source"]) for row in rows[:count]]
-    except (OSError, ValueError, KeyError):
+            return [_kept(row) for row in rows[:count]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass  # not made yet, or damaged
     found: list[Position] = []
     seen: set[str] = set()
@@ -165,6 +165,18 @@ def made(count: int, seed: int, engine: Stockfish | None = None) -> list[Positio
     except OSError:
         pass  # they are made again the next time
     return found
+
+
+def _kept(row: Any) -> Position:
+    """Read a position that was made before.
+
+    Raises:
+        ValueError: If it is not one that we wrote.
+    """
+    fen, history, source = row["fen"], tuple(row["history"]), row["source"]
+    if not all(isinstance(text, str) for text in (fen, source, *history)):
+        raise ValueError("expected texts")
+    return Position(fen, history, source)
 
 
 def _turned(position: Position, board: chess.Board) -> Position:

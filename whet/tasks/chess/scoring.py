@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 RANKS = (1.0, 0.8, 0.6, 0.4, 0.2)
 """Score of a best move by its place among the engine's five; another legal move scores `OTHER_LEGAL`."""
 OTHER_LEGAL = 0.1
+NOT_NAMED = 0.5
+"""Share of that score which a legal move has where the data names the moves that are right, and not this one."""
 MATE_CP = 100_000
 """Centipawns of a mate; a mate in n is worth n less, as published (999.99 pawns for mate in one)."""
 Kind = Literal["policy", "environment", "moves", "reason"]
@@ -56,13 +58,16 @@ def best_moves(lines: Sequence[Line]) -> list[str]:
     return [line.move for line in lines if line.cp == lines[0].cp]
 
 
-def policy_parts(board: chess.Board, lines: Sequence[Line], said: Policy) -> dict[str, float]:
+def policy_parts(
+    board: chess.Board, lines: Sequence[Line], said: Policy, good: Sequence[str] = ()
+) -> dict[str, float]:
     """Score a policy's completion.
 
     Args:
         board: The position.
         lines: The engine's lines, best first; with fewer legal moves than five, all of them.
         said: What the completion says.
+        good: The moves that are right, where the data names them; none where the engine decides.
 
     Returns:
         sections (0 or 1); format (1 well formed, else 0); legal (share of candidates and best move that are legal, a
@@ -93,7 +98,7 @@ def policy_parts(board: chess.Board, lines: Sequence[Line], said: Policy) -> dic
         "candidates": len(shared) / max(union, 1),
         "order": _ordered(pairs, values, listed) if pairs else float(len(shared) == len(values)),
         "evals": close / max(slots, 1),
-        "best": best_score(lines, said.best) if best_is_legal else 0.0,
+        "best": best_score(lines, said.best, good) if best_is_legal else 0.0,
         "illegal": float(len(listed) - legal),
         "best_illegal": float(bool(said.best) and not best_is_legal),
         "best_missing": float(not said.best),
@@ -102,13 +107,19 @@ def policy_parts(board: chess.Board, lines: Sequence[Line], said: Policy) -> dic
     }
 
 
-def best_score(lines: Sequence[Line], move: str) -> float:
-    """Score a legal move by its rank; moves of equal evaluation have the rank of the first of them."""
+def best_score(lines: Sequence[Line], move: str, good: Sequence[str] = ()) -> float:
+    """Score a legal move by its rank; moves of equal evaluation have the rank of the first of them.
+
+    Where the data names the moves that are right, they alone score 1, and others half of their rank's score.
+    """
+    if move in good:
+        return 1.0
     found = next((line for line in lines if line.move == move), None)
-    if found is None:
-        return OTHER_LEGAL
-    rank = sum(line.cp > found.cp for line in lines)
-    return RANKS[min(rank, len(RANKS) - 1)]
+    value = OTHER_LEGAL
+    if found is not None:
+        rank = sum(line.cp > found.cp for line in lines)
+        value = RANKS[min(rank, len(RANKS) - 1)]
+    return value * NOT_NAMED if good else value
 
 
 def _ordered(
@@ -196,10 +207,13 @@ def _legal_start(board: chess.Board, text: str) -> str:
     return next((text[:n] for n in (4, 5) if find_move(board, text[:n]) is not None), "")
 
 
-def reason_parts(board: chess.Board, lines: Sequence[Line], move: str) -> dict[str, float]:
-    """Score the answer of the reasoning format: legal (0 or 1) and best (by rank)."""
+def reason_parts(
+    board: chess.Board, lines: Sequence[Line], move: str, good: Sequence[str] = ()
+) -> dict[str, float]:
+    """Score the answer of the reasoning format: legal (0 or 1) and best (by rank, or as `good` says)."""
     is_legal = find_move(board, move) is not None
-    return {"format": 1.0, "legal": float(is_legal), "best": best_score(lines, move) if is_legal else 0.0}
+    best = best_score(lines, move, good) if is_legal else 0.0
+    return {"format": 1.0, "legal": float(is_legal), "best": best}
 
 
 def _chess(kind: Kind, parts: Mapping[str, float]) -> float:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.config import cache_folder
-from whet.tasks.chess.board import library, mirrored_move
-from whet.tasks.chess.formats import NUM_CANDIDATES
+from whet.tasks.chess.board import find_move, library, mirrored_move
+from whet.tasks.chess.formats import NUM_CANDIDATES, is_move
 from whet.tasks.chess.scoring import MATE_CP, Line
 from whet.types import UserError
 
@@ -58,6 +58,19 @@ def find_stockfish() -> str:
     return found or next((place for place in PLACES if Path(place).is_file()), "")
 
 
+def require_stockfish(path: str = "") -> str:
+    """Return the path of the program, or of the one that is named.
+
+    Raises:
+        EngineError: If there is no such program.
+    """
+    path = path or find_stockfish()
+    if not path or not (Path(path).is_file() or shutil.which(path)):
+        named = f"{path!r} is not there" if path else "Stockfish is not installed"
+        raise EngineError(f"{named}; {INSTALL}")
+    return path
+
+
 class Stockfish:
     """Lines of positions, from the cache or from processes that work beside each other.
 
@@ -89,10 +102,7 @@ class Stockfish:
         deadline_s: float = DEADLINE_S,
     ) -> None:
         library()
-        self.path = path or find_stockfish()
-        if not self.path or not (Path(self.path).is_file() or shutil.which(self.path)):
-            named = f"{self.path!r} is not there" if self.path else "Stockfish is not installed"
-            raise EngineError(f"{named}; {INSTALL}")
+        self.path = require_stockfish(path)
         self.nodes, self.num_lines, self._deadline_s = nodes, num_lines, deadline_s
         self._size = num_processes or min(8, os.cpu_count() or 1)
         self.num_cached = self.num_searched = self.num_restarts = 0
@@ -116,22 +126,29 @@ class Stockfish:
             asyncio.run_coroutine_threadsafe(self._try(), self._loop).result()
         return self._version
 
-    def lines(self, boards: Sequence[chess.Board]) -> list[list[Line]]:
+    def lines(self, boards: Sequence[chess.Board], moves: Sequence[str] = ()) -> list[list[Line]]:
         """Return the lines of positions, best first; fewer than `num_lines` where there are fewer moves.
+
+        Args:
+            boards: The positions.
+            moves: The only move to search of each, which has one line then; none for all moves.
 
         Raises:
             EngineError: If the program fails.
         """
-        return [future.result() for future in [self.submit(board) for board in boards]]
+        pairs = zip(boards, moves or [""] * len(boards), strict=True)
+        return [future.result() for future in [self.submit(board, move) for board, move in pairs]]
 
-    def submit(self, board: chess.Board) -> Future[list[Line]]:
-        """Begin to search a position, beside whatever else is done; return what its lines will be."""
+    def submit(self, board: chess.Board, move: str = "") -> Future[list[Line]]:
+        """Begin to search a position (or one move of it), beside whatever else is done; return what its lines will
+        be."""
         is_mirrored = not board.turn
         seen = board.mirror() if is_mirrored else board.copy(stack=False)
-        key = f"{seen.epd()} {seen.halfmove_clock}"
+        move = mirrored_move(move) if is_mirrored else move
+        key = f"{seen.epd()} {seen.halfmove_clock}{f' {move}' if move else ''}"
         with self._lock:
             future = self._running.get(key)
-        known = self._known(key) if future is None else None
+        known = self._known(key, seen, move) if future is None else None
         if future is not None:
             self.num_cached += 1
         elif known is not None:
@@ -139,7 +156,7 @@ class Stockfish:
             future = Future()
             future.set_result(known)
         else:
-            future = asyncio.run_coroutine_threadsafe(self._search(key, seen), self._loop)
+            future = asyncio.run_coroutine_threadsafe(self._search(key, seen, move), self._loop)
             with self._lock:
                 self._running[key] = future
             future.add_done_callback(lambda _: self._running.pop(key, None))
@@ -186,14 +203,16 @@ class Stockfish:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _known(self, key: str) -> list[Line] | None:
+    def _known(self, key: str, board: chess.Board, move: str) -> list[Line] | None:
+        """Return the lines that the cache has; what we would not have written does not count."""
         found = None if self._cache is None else self._cache.get(self._name(key))
         if found is None:
             return None
         try:
-            return [Line(tuple(moves), int(cp)) for moves, cp in json.loads(found)]
-        except (ValueError, TypeError):
+            lines = [_kept(moves, cp) for moves, cp in json.loads(found)]
+        except (ValueError, TypeError, RecursionError):
             return None
+        return None if _fault(board, lines, move) else lines
 
     def _name(self, key: str) -> str:
         return f"{self.version}|{self.nodes}|{self.num_lines}|{key}"
@@ -206,7 +225,7 @@ class Stockfish:
         finally:
             self._idle.put_nowait(engine)
 
-    async def _search(self, key: str, board: chess.Board) -> list[Line]:
+    async def _search(self, key: str, board: chess.Board, move: str) -> list[Line]:
         """Search a position with White to move; a process that hangs or dies is replaced, and the search repeated."""
         chess = library()
         reason = ""
@@ -214,7 +233,7 @@ class Stockfish:
             engine = await self._idle.get()
             try:
                 engine = engine or await self._start()
-                command = _search_command(board.fen(), self.nodes, self.num_lines)
+                command = _search_command(board.fen(), self.nodes, self.num_lines, move)
                 lines = await asyncio.wait_for(engine.communicate(command), self._deadline_s)
             except (TimeoutError, chess.engine.EngineError) as error:
                 reason = str(error)[:200] or f"no answer in {self._deadline_s:g} s"
@@ -225,6 +244,10 @@ class Stockfish:
                 continue
             finally:
                 self._idle.put_nowait(engine)
+            if fault := _fault(board, lines, move, whole=True):
+                raise EngineError(
+                    f"{self.path} is no chess engine to rely on: in {board.fen()!r} it names {fault}; {INSTALL}"
+                )
             self.num_searched += 1
             if self._cache is not None:
                 self._cache.put(self._name(key), json.dumps([[line.moves, line.cp] for line in lines]))
@@ -246,7 +269,7 @@ class Stockfish:
         return engine
 
 
-def _search_command(fen: str, nodes: int, num_lines: int) -> Callable[[Any], Any]:
+def _search_command(fen: str, nodes: int, num_lines: int, move: str) -> Callable[[Any], Any]:
     """Return what makes the command of one search for an engine of python-chess.
 
     `engine.analyse` reads the moves of every line of every depth, which takes as long as a search of 2,000 nodes; here
@@ -262,7 +285,7 @@ def _search_command(fen: str, nodes: int, num_lines: int) -> Callable[[Any], Any
             self.engine.send_line(f"setoption name MultiPV value {num_lines}")
             self.engine.send_line("ucinewgame")  # no position may change another's lines
             self.engine.send_line(f"position fen {fen}")
-            self.engine.send_line(f"go nodes {nodes}")
+            self.engine.send_line(f"go nodes {nodes}{f' searchmoves {move}' if move else ''}")
 
         def line_received(self, line: str) -> None:
             if line.startswith("info ") and " pv " in line and " score " in line:
@@ -296,6 +319,56 @@ def _read_lines(told: Sequence[str]) -> list[Line]:
             value = MATE_CP - value if value > 0 else -MATE_CP - value
         found.append(Line(tuple(moves.split()[:_KEPT_MOVES]), value))
     return sorted(found, key=lambda line: -line.cp)
+
+
+def _kept(moves: Any, cp: Any) -> Line:
+    """Read a line of the cache.
+
+    Raises:
+        ValueError: If it is not what we write.
+    """
+    if not isinstance(moves, list) or not all(isinstance(move, str) for move in moves):
+        raise ValueError("expected a list of moves")
+    if not isinstance(cp, int) or abs(cp) > MATE_CP:
+        raise ValueError("expected centipawns")
+    return Line(tuple(moves), cp)
+
+
+def _fault(board: chess.Board, lines: Sequence[Line], only: str, *, whole: bool = False) -> str:
+    """Say what cannot be in an engine's lines of a position: no line, an empty one, an illegal move, one named twice.
+
+    Args:
+        board: The position.
+        lines: The lines.
+        only: The only move that was asked about; '' for all.
+        whole: Check the moves after the first, too; else only that they are written as moves.
+
+    Returns:
+        What is wrong; '' for nothing.
+    """
+    if not lines and any(board.legal_moves):
+        return "no move, and there are legal ones"
+    seen: set[str] = set()
+    for line in lines:
+        if not line.moves:
+            return "a line without moves"
+        if line.move in seen:
+            return f"{line.move[:20]!r} twice"
+        if only and line.move != only:
+            return f"{line.move[:20]!r}, asked about {only!r} alone"
+        seen.add(line.move)
+        after = board.copy(stack=False) if whole else board
+        for number, text in enumerate(line.moves):
+            if number and not whole:
+                if not is_move(text):
+                    return f"{text[:20]!r}, which is no move"
+                continue
+            move = find_move(after, text)
+            if move is None:
+                return f"{text[:20]!r}, which is illegal" + (f" after {number} moves" if number else "")
+            if whole:
+                after.push(move)
+    return ""
 
 
 @cache
@@ -359,14 +432,21 @@ class _Cache:
     def _open(name: str) -> sqlite3.Connection:
         file = sqlite3.connect(name, timeout=30, check_same_thread=False, isolation_level=None)
         file.execute("PRAGMA journal_mode=WAL")
-        file.execute("PRAGMA synchronous=OFF")  # what a crash loses is searched again
+        # With a log, a power cut loses the last lines at most, which are searched again, and damages nothing.
+        file.execute("PRAGMA synchronous=NORMAL")
         file.execute("CREATE TABLE IF NOT EXISTS lines (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID")
         return file
 
     def get(self, name: str) -> str | None:
+        """Return a text; None where there is none, or it cannot be read: then the rest is kept in memory."""
         with self._lock:
-            row = self._file.execute("SELECT value FROM lines WHERE name = ?", (name,)).fetchone()
-        return None if row is None else row[0]
+            try:
+                row = self._file.execute("SELECT value FROM lines WHERE name = ?", (name,)).fetchone()
+            except sqlite3.Error:
+                self._file.close()
+                self._file = self._open(":memory:")
+                return None
+        return row[0] if row is not None and isinstance(row[0], str) else None
 
     def put(self, name: str, value: str) -> None:
         with self._lock, contextlib.suppress(sqlite3.Error):

@@ -22,6 +22,7 @@ from whet.tasks.chess.board import (
 )
 from whet.tasks.chess.files import read_positions
 from whet.tasks.chess.formats import (
+    NUM_CANDIDATES,
     NUM_LISTED,
     Layout,
     environment_answer,
@@ -36,7 +37,7 @@ from whet.tasks.chess.formats import (
     reason_prompt,
     reason_solution,
 )
-from whet.tasks.chess.measures import Said, measures_of
+from whet.tasks.chess.measures import METRICS, Said, measures_of
 from whet.tasks.chess.positions import Position, checked, drawn_move, made, mates
 from whet.tasks.chess.scoring import (
     PARTS,
@@ -88,6 +89,7 @@ class Chess:
         name: Name of the task.
         answer_type: 'text'.
         part_names: Parts that `part_scores` returns.
+        metric_names: Metrics that `measures` may return.
         needs_gold: False where Stockfish is missing: then a row without a best move has none.
         layout: How the policy's prompt is padded.
         bad_rows: Rows of the user's file that were skipped.
@@ -129,6 +131,7 @@ class Chess:
         self._has_games = nodes > 0
         self._splits: dict[str, list[Problem]] = {}
         self.part_names = tuple(dict.fromkeys(part for kind in self._kinds for part in PARTS[kind]))
+        self.metric_names = tuple(dict.fromkeys(name for kind in self._kinds for name in METRICS[kind]))
         self.needs_gold = name != "chess"
         self.bad_rows: list[BadRow] = []
 
@@ -173,7 +176,9 @@ class Chess:
                 made(self._count, self._seed, shared(self._nodes) if self._has_games else engine)
             )
         boards = [read_board(position.fen) for position in positions]
-        lines: list[list[Line]] = [[] for _ in boards] if engine is None else engine.lines(boards)
+        lines: list[list[Line]] = [[] for _ in boards]
+        if engine is not None:
+            lines = _with_best(engine, positions, boards, engine.lines(boards))
         splits: dict[str, list[Problem]] = {"train": [], "dev": [], "test": []}
         seen: set[str] = set()
         for position, board, own in zip(positions, boards, lines, strict=True):
@@ -223,6 +228,7 @@ class Chess:
             problem.meta["fen"],
             problem.meta.get("move", ""),
             problem.meta.get("lines", "[]"),
+            problem.meta.get("best", ""),
             answer or "",
         )
 
@@ -287,6 +293,28 @@ class Chess:
 def _place(key: str) -> str:
     """Return the split of a position."""
     return split_of(key, dev_percent=DEV_PERCENT, test_percent=TEST_PERCENT)
+
+
+def _with_best(
+    engine: Stockfish,
+    positions: Sequence[Position],
+    boards: Sequence[chess.Board],
+    lines: Sequence[list[Line]],
+) -> list[list[Line]]:
+    """Put the best move that the data names among the engine's lines, in the place of the last, where it is missing:
+    then the gold line's best move is one of its candidates. It has its own search, of as many nodes."""
+    found = list(lines)
+    missing = [
+        place
+        for place, (position, own) in enumerate(zip(positions, lines, strict=True))
+        if position.best and position.best[0] not in [line.move for line in own]
+    ]
+    asked = [boards[place] for place in missing]
+    searched = engine.lines(asked, [positions[place].best[0] for place in missing])
+    for place, own in zip(missing, searched, strict=True):
+        kept = [*found[place][: NUM_CANDIDATES - 1], *own]
+        found[place] = sorted(kept, key=lambda line: -line.cp)
+    return found
 
 
 def _with_checks(positions: Sequence[Position]) -> list[Position]:
@@ -421,14 +449,15 @@ def _truth(fen: str, move: str) -> Transition:
 
 
 @lru_cache(maxsize=8192)
-def _scored(kind: Kind, fen: str, move: str, lines: str, answer: str) -> Mapping[str, float]:
+def _scored(kind: Kind, fen: str, move: str, lines: str, best: str, answer: str) -> Mapping[str, float]:
     """Score a completion once for all rewards that ask."""
+    good = _accepted(fen, best, lines) if best else ()
     if kind == "environment":
         parts = step_parts(_truth(fen, move), read_step(answer))
     elif kind == "moves":
         parts = moves_parts(board_of(fen), read_moves(answer))
     elif kind == "reason":
-        parts = reason_parts(board_of(fen), lines_of(lines), answer.strip())
+        parts = reason_parts(board_of(fen), lines_of(lines), answer.strip(), good)
     else:
-        parts = policy_parts(board_of(fen), lines_of(lines), read_policy(answer))
+        parts = policy_parts(board_of(fen), lines_of(lines), read_policy(answer), good)
     return {**parts, **{name: total(name, kind, parts) for name in (*TOTALS, *SHAPED)}}
