@@ -244,7 +244,7 @@ class Stockfish:
                 continue
             finally:
                 self._idle.put_nowait(engine)
-            if fault := _fault(board, lines, move, whole=True):
+            if fault := _fault(board, lines, move):
                 raise EngineError(
                     f"{self.path} is no chess engine to rely on: in {board.fen()!r} it names {fault}; {INSTALL}"
                 )
@@ -334,14 +334,14 @@ def _kept(moves: Any, cp: Any) -> Line:
     return Line(tuple(moves), cp)
 
 
-def _fault(board: chess.Board, lines: Sequence[Line], only: str, *, whole: bool = False) -> str:
+def _fault(board: chess.Board, lines: Sequence[Line], only: str) -> str:
     """Say what cannot be in an engine's lines of a position: no line, an empty one, an illegal move, one named twice.
 
     Args:
         board: The position.
-        lines: The lines.
+        lines: The lines. Of the moves after the first only their form is looked at: to play each took a quarter of a
+            search.
         only: The only move that was asked about; '' for all.
-        whole: Check the moves after the first, too; else only that they are written as moves.
 
     Returns:
         What is wrong; '' for nothing.
@@ -357,17 +357,11 @@ def _fault(board: chess.Board, lines: Sequence[Line], only: str, *, whole: bool 
         if only and line.move != only:
             return f"{line.move[:20]!r}, asked about {only!r} alone"
         seen.add(line.move)
-        after = board.copy(stack=False) if whole else board
-        for number, text in enumerate(line.moves):
-            if number and not whole:
-                if not is_move(text):
-                    return f"{text[:20]!r}, which is no move"
-                continue
-            move = find_move(after, text)
-            if move is None:
-                return f"{text[:20]!r}, which is illegal" + (f" after {number} moves" if number else "")
-            if whole:
-                after.push(move)
+        if find_move(board, line.move) is None:
+            return f"{line.move[:20]!r}, which is illegal"
+        for text in line.moves[1:]:
+            if not is_move(text):
+                return f"{text[:20]!r}, which is no move"
     return ""
 
 
