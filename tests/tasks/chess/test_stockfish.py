@@ -113,6 +113,7 @@ for line in sys.stdin:
     [
         (["e2e5"], "'e2e5', which is illegal"),
         (["e2e4 e7e5", "e2e4 c7c5"], "'e2e4' twice"),
+        (["e2e4 zzzz"], "'zzzz', which is no move"),
         ([""], "a line without moves"),
         ([], "no move, and there are legal ones"),
     ],
