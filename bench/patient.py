@@ -381,8 +381,18 @@ def main() -> None:
     parser.add_argument("--edits", default="50")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--search-lr", type=float, default=SEARCH.lr, help="of memit: slower is better, %(default)s"
+    )
+    parser.add_argument(
+        "--search-steps", type=int, default=SEARCH.steps, help="of memit, default %(default)s"
+    )
+    parser.add_argument("--prose-weight", type=float, default=SETTINGS["memit"].prose_weight, help="of memit")
     parser.add_argument("--only", choices=("data", "train"), default=None)
     given = parser.parse_args()
+    search = replace(SEARCH, lr=given.search_lr, steps=given.search_steps)
+    memit = replace(SETTINGS["memit"], target=search, prose_weight=given.prose_weight)
+    settings = SETTINGS | {"memit": memit}
     out: Path = given.out
     if not (out / "recipe.yaml").is_file():
         write_data(given.relations, given.prose, out, given.facts, given.steps)
@@ -415,7 +425,7 @@ def main() -> None:
                 if (count, method, seed) in done:
                     continue
                 chosen = sorted(right, key=lambda fact: drawn("edit", seed, fact.text))[:count]
-                runs.append(edited(editor, chosen, SETTINGS[method], prose, seed))
+                runs.append(edited(editor, chosen, settings[method], prose, seed))
                 with stored.open("a") as file:
                     file.write(json.dumps(runs[-1]) + "\n")
             print(markdown([row for row in table(runs) if row["method"] == method][-1:]), flush=True)
