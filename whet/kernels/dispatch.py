@@ -279,6 +279,8 @@ def describe(choice: Choice | None = None) -> str:
         return f"PyTorch ({build.reason().removeprefix('eager: ')})"
     choice = choice or _current or Choice()
     name, ratios = f"C++ {build.instruction_set()}", choice.ratios
+    if failed := build.failed():
+        name += f" (not built with {failed})"
     if not choice.used:
         if not ratios:
             return f"PyTorch ({name} has no kernels for this shape)"
