@@ -38,6 +38,9 @@ def test_an_unknown_target_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         UserError, match="WHET_KERNELS_ARCH = 'x86-64-v9': expected native or one of x86-64-v2"
     ):
         build.arch()
+    monkeypatch.setenv("WHET_KERNELS", "eager")
+    with pytest.raises(UserError, match="WHET_KERNELS_ARCH = 'x86-64-v9'"):
+        build._load.__wrapped__()
 
 
 def test_a_target_that_this_cpu_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

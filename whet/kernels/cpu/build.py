@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import re
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +36,7 @@ LIBRARY = "cpu.so"
 SOURCES = ("vec.h", "gemm.h", "attention.h", "rows.h", "selftest.h", "cpu.cpp")
 # Without contraction the source, not the compiler, decides where a product and a sum become one operation (FMA).
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-Wno-psabi")
-TRIAL_SECONDS = 60
+TRIAL_SECONDS, SLOW_SECONDS = 60, 24 * 3600
 TRIAL_ERROR = 1e-5
 """Largest error, relative to the largest element, that the library's self-test may report in float32."""
 SYSTEMS = ("Linux", "Darwin")
@@ -216,8 +218,16 @@ def _obtain(cxx: str, target: str) -> Path:
             return path
     if not any(map(_holds, places)):
         raise OSError(f"no folder to keep them in: {' and '.join(map(str, places))} cannot be used")
+    slow = next(filter(_holds, places)) / "too_slow"
+    if _age_s(slow) < SLOW_SECONDS:
+        raise OSError(f"timed out; it is tried again a day later, or without {slow}")
     with tempfile.TemporaryDirectory(prefix="whet-build-") as work:
-        made = toolchain.make_library(cxx, flags(target), openmp, home / SOURCES[-1], Path(work), runtime)
+        try:
+            made = toolchain.make_library(cxx, flags(target), openmp, home / SOURCES[-1], Path(work), runtime)
+        except TimeoutError:  # not again at every start
+            with suppress(OSError):
+                slow.touch()
+            raise
         path = _keep(made, places)
     _try(path)
     return path
@@ -235,6 +245,14 @@ def _places(name: str) -> list[Path]:
     if not places:
         raise OSError(problem)
     return list(dict.fromkeys(places))
+
+
+def _age_s(path: Path) -> float:
+    """Return the seconds since a file was written; infinity if there is none."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return math.inf
 
 
 def _is_own(path: Path) -> bool:
@@ -364,3 +382,12 @@ def _processor() -> str:
     """Return what -march=native depends on."""
     wanted = ("model name", "flags", "Features", "CPU part")
     return "\n".join(sorted({line for line in _cpuinfo() if line.startswith(wanted)})) or platform.processor()
+
+
+def processor_name() -> str:
+    """Return the CPU's name, as far as the system tells it: measurements of one are not another's."""
+    for wanted in ("model name", "CPU part"):
+        for line in _cpuinfo():
+            if line.startswith(wanted):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -55,7 +55,8 @@ def run(command: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
         What it printed, whatever its encoding, and its status (negative: the signal that it died of).
 
     Raises:
-        OSError: If it cannot be started, or takes longer.
+        TimeoutError: If it takes longer.
+        OSError: If it cannot be started.
     """
     keeper = [sys.executable, "-I", "-S", "-c", _KEEPER, str(os.getpid()), *command]
     pipe = subprocess.PIPE
@@ -76,7 +77,7 @@ def run(command: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
         with suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=5)
         if isinstance(error, subprocess.TimeoutExpired):
-            raise OSError(f"timed out after {limit_s:g} s") from None
+            raise TimeoutError(f"timed out after {limit_s:g} s") from None
         raise
     code = process.returncode
     return subprocess.CompletedProcess(command, 128 - code if code > 128 else code, out, err)
