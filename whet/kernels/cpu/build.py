@@ -204,7 +204,7 @@ def _obtain(cxx: str, target: str) -> Path:
     places = _places(digest.hexdigest()[:16])
     for place in places:
         path = place / LIBRARY
-        if not (_is_own(place) and _is_own(path)):
+        if not (_is_own(place) and _is_own(path) and path.is_file() and os.access(path, os.R_OK)):
             continue
         record, mark = _record(path), _mark(path)
         if record == f"{mark} passed":
