@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 COMPILERS = {"Darwin": ("clang++", "g++"), "Linux": ("g++", "clang++")}
-QUESTION_SECONDS, BUILD_SECONDS = 30, 300
+QUESTION_SECONDS, BUILD_SECONDS = 30, 600
 MESSAGE_LENGTH = 200
 
 # Runs a command as the leader of a session of its own. A compiler starts further programs (cc1plus, ld), which would
