@@ -9,8 +9,11 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import stat
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -86,8 +89,36 @@ def from_dict(cls: type[Config], data: Mapping[str, Any], *, where: str) -> Conf
 
 
 def cache_folder() -> Path:
-    """Return the folder of what can be made again: $XDG_CACHE_HOME/whet, or ~/.cache/whet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whet"
+    """Return the folder of what can be made again: $XDG_CACHE_HOME/whet, or ~/.cache/whet.
+
+    A user without a home folder (no $HOME, and a number that no account has, as in containers) has `temporary_folder`.
+    """
+    if chosen := os.environ.get("XDG_CACHE_HOME"):
+        return Path(chosen) / "whet"
+    try:
+        return Path.home() / ".cache" / "whet"
+    except RuntimeError:
+        return temporary_folder()
+
+
+def temporary_folder() -> Path:
+    """Return this user's private folder among the temporary files, which every process of the user finds again.
+
+    Raises:
+        UserError: If another user has put something in its place.
+    """
+    folder = Path(tempfile.gettempdir()) / f"whet-{os.getuid()}"
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()  # a symlink is not followed
+    except OSError as error:
+        raise UserError(
+            f"{folder}: {error.strerror or error}: set TMPDIR to a folder that can be written"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UserError(f"{folder} is not a folder that only this user can open: remove it, or set TMPDIR")
+    return folder
 
 
 def dump_yaml(config: DataclassInstance) -> str:

@@ -321,7 +321,7 @@ def test_without_kernels_it_says_why(
 ) -> None:
     for name, value in ({"XDG_CACHE_HOME": str(tmp_path)} | environment).items():
         monkeypatch.setenv(name, value)
-    library, reason, folder = build._load.__wrapped__()  # as in a process that has not loaded them yet
+    library, reason, folder, _ = build._load.__wrapped__()  # as in a process that has not loaded them yet
     assert (library, folder) == (None, None)
     assert reason.startswith(said)
 

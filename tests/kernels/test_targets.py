@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.kernels.cpu import build
+from whet.kernels.cpu import build, toolchain
 from whet.types import UserError
 
 HOME = Path(build.__file__).parent
@@ -38,6 +38,9 @@ def test_an_unknown_target_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         UserError, match="WHET_KERNELS_ARCH = 'x86-64-v9': expected native or one of x86-64-v2"
     ):
         build.arch()
+    monkeypatch.setenv("WHET_KERNELS", "eager")
+    with pytest.raises(UserError, match="WHET_KERNELS_ARCH = 'x86-64-v9'"):
+        build._load.__wrapped__()
 
 
 def test_a_target_that_this_cpu_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,10 +91,11 @@ def test_a_bad_library_never_reaches_a_run(
     fake = tmp_path / "fake++"
     fake.write_text(FAKE.format(body=body.replace("\n", "\\n"), real=real))
     fake.chmod(0o755)
+    monkeypatch.setattr(toolchain, "COMPILERS", dict.fromkeys(toolchain.COMPILERS, ()))  # no other is tried
     environment = {"CXX": str(fake), "XDG_CACHE_HOME": str(tmp_path), "WHET_KERNELS": "auto"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    library, reason, _ = build._load.__wrapped__()  # as in a process that has not loaded them yet
+    library, reason, *_ = build._load.__wrapped__()  # as in a process that has not loaded them yet
     assert library is None
     assert reason.startswith("eager: the kernels could not be built")
     assert said in reason
@@ -103,7 +107,7 @@ def test_the_kernels_own_test(target: str, tmp_path: Path) -> None:
     """Compiled for each target; run where this CPU can, under qemu for ARM, and otherwise left at compiling."""
     is_arm = target == "armv8-a"
     here = target in build.runnable()
-    cross = "aarch64-linux-gnu-g++" if is_arm and not here else build.compiler()
+    cross = "aarch64-linux-gnu-g++" if is_arm and not here else toolchain.compiler()
     if cross is None or shutil.which(cross) is None:
         pytest.skip(
             f"no compiler for {target}: apt install g++-aarch64-linux-gnu" if is_arm else build.reason()
@@ -130,7 +134,7 @@ def test_the_kernels_own_test(target: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_no_inner_loop_of_a_product_touches_its_sums_in_memory(tmp_path: Path) -> None:
     """The fault that made AVX2 30 times slower, seen in the machine code: sums stored at every step of the loop."""
-    cxx = build.compiler()
+    cxx = toolchain.compiler()
     if cxx is None or build.platform.machine() not in build.X86:
         pytest.skip("no C++ compiler for x86-64")
     source = tmp_path / "gemm.cpp"

@@ -287,6 +287,18 @@ def test_mistakes_in_own_rewards(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_function_in_a_config_is_refused_with_what_to_write(
+    tiny_policy: PolicyConfig, tmp_path: Path
+) -> None:
+    def shorter(problem: object, text: str) -> float:
+        return -float(len(text))
+
+    wanted = r"reward=\('test_episodes.py:shorter',\), or call whet.rl\(rewards=\[shorter\]\)"
+    with pytest.raises(UserError, match=wanted):
+        train(make_config(tiny_policy, tmp_path / "run", reward=(shorter,)))
+    assert not (tmp_path / "run").exists()
+
+
 def test_two_rewards_of_one_name(tiny_policy: PolicyConfig, tmp_path: Path, mine: Path) -> None:
     with pytest.raises(UserError, match="reward 'even' is given twice"):
         train(make_config(tiny_policy, tmp_path / "run", reward=(f"{mine}:even", f"{mine}:even=2")))

@@ -430,7 +430,7 @@ def test_a_missing_compiler_is_said_before_the_first_step(monkeypatch: pytest.Mo
         prepare_model(
             make_model(), OptimConfig(compile=True, compile_backend="eager", compile_mode="max-autotune")
         )
-    monkeypatch.setattr(step.build, "compiler", lambda: None)
+    monkeypatch.setattr(step.toolchain, "compiler", lambda: None)
     with pytest.raises(UserError, match="needs a C\\+\\+ compiler, and there is none: install g\\+\\+"):
         prepare_model(make_model(), OptimConfig(compile=True))
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)

@@ -41,6 +41,9 @@ TIE = 0.95
 ALONE = 1.25
 """Attention alone is a small part of a training step: beside PyTorch's products its gain is lost in the step below this
 (1.12 in attention was 0.98 to 1.05 in a step, `bench/isa.py`)."""
+PLAUSIBLE: Mapping[Operation, float] = {"product": 20.0, "attention": 20.0, "decode": 50.0}
+"""Largest ratios that a CPU can really have; on a busy machine 176 was measured. A decoding step of a small model is
+13 times as fast here: in PyTorch most of its time is Python's."""
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -50,11 +53,13 @@ class Choice:
 
     Attributes:
         used: Operations that run on the C++ kernels.
-        ratios: Speed over PyTorch's by operation; empty if nothing was measured.
+        ratios: Speed over PyTorch's by operation, where it is known: empty if nothing was measured.
+        note: What else a user should know about it.
     """
 
     used: frozenset[Operation] = frozenset(OPERATIONS)
     ratios: Mapping[Operation, float] = field(default_factory=dict)
+    note: str = ""
 
     @classmethod
     def of(cls, ratios: Mapping[Operation, float]) -> Choice:
@@ -65,7 +70,19 @@ class Choice:
             used.discard("decode")
         if used == {"attention"} and ratios["attention"] < ALONE:
             used.clear()
-        return cls(frozenset(used), dict(ratios))
+        return cls(frozenset(used), plausible(ratios))
+
+
+def plausible(ratios: object) -> dict[Operation, float]:
+    """Return the measurements that can be true: positive numbers that are not absurdly large."""
+    if not isinstance(ratios, Mapping):
+        return {}
+    found: dict[Operation, float] = {}
+    for name, largest in PLAUSIBLE.items():
+        value = ratios.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= largest:
+            found[name] = float(value)
+    return found
 
 
 _current: Choice | None = None
@@ -278,7 +295,13 @@ def describe(choice: Choice | None = None) -> str:
     if build.library() is None:
         return f"PyTorch ({build.reason().removeprefix('eager: ')})"
     choice = choice or _current or Choice()
+    return _describe(choice) + (f"; {choice.note}" if choice.note else "")
+
+
+def _describe(choice: Choice) -> str:
     name, ratios = f"C++ {build.instruction_set()}", choice.ratios
+    if failed := build.failed():
+        name += f" (not built with {failed})"
     if not choice.used:
         if not ratios:
             return f"PyTorch ({name} has no kernels for this shape)"
@@ -328,8 +351,11 @@ def restore(folder: Path) -> None:
         return
     try:
         stored = json.loads((folder / "environment.json").read_text())["kernels_used"]
-        names, library = stored["operations"], stored["library"]
-    except (OSError, ValueError, KeyError, TypeError):
+        names, library = frozenset(stored["operations"]), stored["library"]
+        ratios = plausible(stored.get("ratios"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return
-    if library == build.reason() and set(names) <= set(OPERATIONS):
-        take(Choice(frozenset(names), stored.get("ratios") or {}))
+    if library != build.reason() or not names <= set(OPERATIONS):
+        return
+    is_other = mode() == "cpp" and len(names) < len(OPERATIONS)
+    take(Choice(names, ratios, f"as when the run began, not {VARIABLE}=cpp" if is_other else ""))

@@ -104,6 +104,13 @@ def parse_own(text: str) -> tuple[str, str, float]:
     Raises:
         UserError: If it is neither.
     """
+    if not isinstance(text, str):  # in a config that a script made
+        name = getattr(text, "__name__", "FUNCTION")
+        file = Path(getattr(getattr(text, "__code__", None), "co_filename", "FILE.py")).name
+        raise UserError(
+            f"reward = {text!r:.60}: a config names a function by its file: reward=('{file}:{name}',), "
+            f"or call whet.rl(rewards=[{name}])"
+        )
     spec, equals, number = text.partition("=")
     path, colon, name = spec.rpartition(":")
     if not colon or not path.endswith(".py") or not name.isidentifier():

@@ -152,7 +152,8 @@ def check_kernels() -> bool:
         )
         for dtype in (torch.float32, torch.bfloat16):
             ratios = measure(shape, dtype)
-            cells = [f"{ratios[name]:.1f}x" for name in dispatch.OPERATIONS]
+            clear = dispatch.plausible(ratios)
+            cells = [f"{clear[name]:.1f}x" if name in clear else "unclear" for name in dispatch.OPERATIONS]
             name = str(dtype).removeprefix("torch.")
             table.add_row(str(width), name, *cells, dispatch.describe(dispatch.Choice.of(ratios)))
     console.print(table)

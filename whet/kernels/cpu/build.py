@@ -2,14 +2,15 @@
 
 The library does not depend on PyTorch's headers: it is C++17, called with pointers and sizes. It uses PyTorch's OpenMP
 runtime, so that both share one thread pool. `WHET_KERNELS_ARCH` selects the instruction set; each has its own cache
-entry. A new library is first tried in a child process: a wrong guess about compiler, runtime or CPU crashes there, not
-in a run.
+entry. A library is first tried in a child process: a wrong guess about compiler, runtime or CPU crashes there, not in a
+run. What passed is recorded with its hash; a file that is not the recorded one is tried again, and rebuilt if it fails.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import re
@@ -17,21 +18,25 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
-
-from whet.config import cache_folder
+from whet.config import cache_folder, temporary_folder
+from whet.kernels.cpu import toolchain
 from whet.kernels.mode import mode
 from whet.types import UserError
 
 VARIABLE = "WHET_KERNELS_ARCH"
+LIBRARY = "cpu.so"
 SOURCES = ("vec.h", "gemm.h", "attention.h", "rows.h", "selftest.h", "cpu.cpp")
 # Without contraction the source, not the compiler, decides where a product and a sum become one operation (FMA).
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-Wno-psabi")
-BUILD_SECONDS, TRIAL_SECONDS = 300, 60
+TRIAL_SECONDS, SLOW_SECONDS = 60, 24 * 3600
 TRIAL_ERROR = 1e-5
 """Largest error, relative to the largest element, that the library's self-test may report in float32."""
 SYSTEMS = ("Linux", "Darwin")
@@ -66,15 +71,6 @@ TARGETS = {
 NATIVE = "native"
 
 
-def compiler() -> str | None:
-    """Return the C++ compiler, if there is one: $CXX, g++ or clang++ (on macOS clang++ first)."""
-    names = ("clang++", "g++") if platform.system() == "Darwin" else ("g++", "clang++")
-    for name in (os.environ.get("CXX", ""), *names):
-        if name and (found := shutil.which(name)):
-            return found
-    return None
-
-
 def runnable() -> list[str]:
     """Return the names of the targets that this CPU can run, least demanding first."""
     return [name for name in TARGETS if not _lacks(name)]
@@ -105,6 +101,15 @@ def arch() -> str:
     return name
 
 
+class _Loaded(NamedTuple):
+    """What `_load` found: the library, what `reason` and `folder` say, and the compilers that failed before."""
+
+    library: ctypes.CDLL | None
+    reason: str
+    folder: Path | None = None
+    failed: tuple[str, ...] = ()
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """Load the kernels; build them first if this machine has not built this version yet.
@@ -112,17 +117,22 @@ def library() -> ctypes.CDLL | None:
     Returns:
         The library, or None: eager mode, no compiler, or a failure (`reason` says which).
     """
-    return _load()[0]
+    return _load().library
 
 
 def reason() -> str:
     """Describe in a few words which kernels the CPU runs, or why the eager ones."""
-    return _load()[1]
+    return _load().reason
 
 
 def folder() -> Path | None:
     """Return the folder of the loaded library, where its measurements are stored too; None without one."""
-    return _load()[2]
+    return _load().folder
+
+
+def failed() -> str:
+    """Say which compilers failed before the one that built the loaded library, and why; empty if none."""
+    return "; ".join(_load().failed)
 
 
 @cache
@@ -136,36 +146,29 @@ def instruction_set() -> str:
 
 
 @cache
-def _load() -> tuple[ctypes.CDLL | None, str, Path | None]:
+def _load() -> _Loaded:
+    target = arch()  # refused in eager mode too
     if mode() == "eager":
-        return None, "eager: WHET_KERNELS=eager", None
-    target = arch()
+        return _Loaded(None, "eager: WHET_KERNELS=eager")
     if platform.system() not in SYSTEMS or platform.machine() not in X86 + ARM:
         here = f"{platform.system()} on {platform.machine()}"
-        return None, f"eager: kernels are built on Linux and macOS, x86-64 and ARM; this is {here}", None
-    cxx = compiler()
-    if cxx is None:
-        return None, "eager: no C++ compiler (g++ or clang++) to build the kernels with", None
-    try:
-        path = _build(cxx, target)
-        _try(path)
-        _load_openmp()
-        loaded = ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
-        return None, f"eager: the kernels could not be built ({str(error).splitlines()[0][:200]})", None
-    return loaded, f"C++, {path.parent.name}", path.parent
-
-
-def _openmp() -> Path | None:
-    """Return the OpenMP runtime that PyTorch ships."""
-    folder = Path(torch.__file__).parent / "lib"
-    return next((path for name in ("libgomp*", "libomp*") for path in sorted(folder.glob(name))), None)
-
-
-def _load_openmp() -> None:
-    runtime = _openmp()
-    if runtime is not None:
-        ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+        return _Loaded(None, f"eager: kernels are built on Linux and macOS, x86-64 and ARM; this is {here}")
+    compilers = toolchain.compilers()
+    if not compilers:
+        return _Loaded(None, "eager: no C++ compiler (g++ or clang++) to build the kernels with")
+    failures: list[str] = []
+    for cxx in compilers:
+        try:
+            path = _obtain(cxx, target)
+            runtime = toolchain.shipped_openmp()
+            if runtime is not None:
+                ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+            loaded = ctypes.CDLL(str(path))
+        except (OSError, subprocess.SubprocessError) as error:
+            failures.append(f"{Path(cxx).name}: {toolchain.one_line(error)}")
+        else:
+            return _Loaded(loaded, f"C++, {path.parent.name}", path.parent, tuple(failures))
+    return _Loaded(None, f"eager: the kernels could not be built ({'; '.join(failures)})")
 
 
 def flags(target: str) -> tuple[str, ...]:
@@ -182,72 +185,175 @@ def _code(source: bytes) -> bytes:
     return b" ".join(re.sub(rb"//[^\n]*|/\*.*?\*/", b" ", source, flags=re.DOTALL).split())
 
 
-def _build(cxx: str, target: str) -> Path:
-    """Return the library's path; its name is a hash of everything that goes into it."""
+def _obtain(cxx: str, target: str) -> Path:
+    """Return a compiler's library, which has passed its trial; its folder is named by a hash of all that goes into it.
+
+    Raises:
+        OSError: If it cannot be built, or fails its trial.
+    """
     home = Path(__file__).parent
-    version = subprocess.run(
-        [cxx, "--version"], capture_output=True, text=True, timeout=30, check=True
-    ).stdout
-    is_mac = platform.system() == "Darwin"
-    # Apple's clang++ accepts the pragmas only with -Xpreprocessor; symbols come from PyTorch's loaded runtime.
-    openmp = ("-Xclang", "-fopenmp") if is_mac else ("-fopenmp",)
-    link = ("-dynamiclib", "-undefined", "dynamic_lookup") if is_mac else ("-shared",)
+    about = toolchain.version(cxx)
+    runtime = toolchain.needed_openmp(cxx, about)
+    # Apple's clang++ accepts the pragmas only with -Xpreprocessor.
+    openmp = ("-Xclang", "-fopenmp") if platform.system() == "Darwin" else ("-fopenmp",)
     processor = _processor() if target == NATIVE else platform.machine()
-    digest = hashlib.sha256("\x00".join([version, *flags(target), *openmp, processor]).encode())
+    parts = [about, *flags(target), *openmp, processor, *([] if runtime is None else [str(runtime)])]
+    digest = hashlib.sha256("\x00".join(parts).encode())
     for name in SOURCES:
         digest.update(_code((home / name).read_bytes()))
-    folder = cache_folder() / "kernels" / digest.hexdigest()[:16]
-    final = folder / "cpu.so"
-    if final.is_file() and final.stat().st_uid == os.getuid():
-        return final
+    places = _places(digest.hexdigest()[:16])
+    for place in places:
+        path = place / LIBRARY
+        if not (_is_own(place) and _is_own(path) and path.is_file() and os.access(path, os.R_OK)):
+            continue
+        record, mark = _record(path), _mark(path)
+        if record == f"{mark} passed":
+            return path
+        try:
+            _try(path)
+        except OSError:
+            if record == f"{mark} built":  # the compiler would only make the same file again
+                raise
+        else:
+            return path
+    if not any(map(_holds, places)):
+        raise OSError(f"no folder to keep them in: {' and '.join(map(str, places))} cannot be used")
+    slow = next(filter(_holds, places)) / "too_slow"
+    if _age_s(slow) < SLOW_SECONDS:
+        raise OSError(f"timed out; it is tried again a day later, or without {slow}")
+    with tempfile.TemporaryDirectory(prefix="whet-build-") as work:
+        try:
+            made = toolchain.make_library(cxx, flags(target), openmp, home / SOURCES[-1], Path(work), runtime)
+        except TimeoutError:  # not again at every start
+            with suppress(OSError):
+                slow.touch()
+            raise
+        path = _keep(made, places)
+    _try(path)
+    return path
+
+
+def _places(name: str) -> list[Path]:
+    """Return the folders that may hold a library: the cache, or where that cannot be written, a temporary folder."""
+    places: list[Path] = []
+    problem = ""
+    for base in (cache_folder, temporary_folder):
+        try:
+            places.append(base() / "kernels" / name)
+        except UserError as error:
+            problem = str(error)
+    if not places:
+        raise OSError(problem)
+    return list(dict.fromkeys(places))
+
+
+def _age_s(path: Path) -> float:
+    """Return the seconds since a file was written; infinity if there is none."""
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError:  # no writable home folder
-        final = Path(tempfile.mkdtemp(prefix="whet-kernels-")) / "cpu.so"
-    with tempfile.TemporaryDirectory(dir=final.parent) as work:
-        made = Path(work) / "cpu.o"
-        options = {"capture_output": True, "text": True, "timeout": BUILD_SECONDS}
-        command = [cxx, *flags(target), *openmp, "-c", str(home / "cpu.cpp"), "-o", str(made)]
-        done = subprocess.run(command, **options)
-        if done.returncode == 0:  # linked without -fopenmp
-            done = subprocess.run([cxx, *link, str(made), "-o", f"{made}.so"], **options)
-        if done.returncode:
-            lines = (done.stderr or f"{Path(cxx).name} failed").strip().splitlines()
-            raise OSError(next((line for line in lines if "error" in line), lines[0]))
-        os.replace(f"{made}.so", final)
-    return final
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return math.inf
+
+
+def _is_own(path: Path) -> bool:
+    """Say whether a file or folder is there and this user's: code of others is not loaded."""
+    try:
+        return path.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def _holds(place: Path) -> bool:
+    """Make a folder; say whether it is there, this user's, and writable."""
+    with suppress(OSError):
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return place.is_dir() and _is_own(place) and os.access(place, os.W_OK)
+
+
+def _keep(made: Path, places: Sequence[Path]) -> Path:
+    """Move a new library into the first folder that can hold it; a folder may be read-only, or its disk full.
+
+    Raises:
+        OSError: If none can.
+    """
+    problem = OSError("no folder to keep them in")
+    for place in filter(_holds, places):
+        path = place / LIBRARY
+        try:
+            with tempfile.TemporaryDirectory(dir=place) as work:
+                shutil.copyfile(made, copy := Path(work) / LIBRARY)
+                os.replace(copy, path)
+        except OSError as error:
+            problem = error
+            continue
+        _note(path, _mark(path), "built")
+        return path
+    raise problem
+
+
+def _mark(path: Path) -> str:
+    """Return a file's size and hash."""
+    content = path.read_bytes()
+    return f"{len(content)} {hashlib.sha256(content).hexdigest()}"
+
+
+def _record(path: Path) -> str:
+    """Return what is recorded of a library: the `_mark` of a file that was `built`, or that `passed` its trial."""
+    try:
+        return path.with_suffix(".tried").read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _note(path: Path, mark: str, status: str) -> None:
+    """Record a library's status; where that cannot be written, the next process tries it again."""
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=path.parent) as work:
+        new = Path(work) / "tried"
+        new.write_text(f"{mark} {status}\n")
+        os.replace(new, path.with_suffix(".tried"))
 
 
 # Run in a child process: only the library, with PyTorch's OpenMP runtime; a crash there is harmless.
 _TRIAL = """
 import ctypes, sys
-library, runtime, limit = sys.argv[1:]
+library, runtime, *names = sys.argv[1:]
 if runtime:
     ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-test = ctypes.CDLL(library).whet_selftest
+loaded = ctypes.CDLL(library)
+test = loaded.whet_selftest
 test.restype = ctypes.c_double
-error = test(2)
-sys.exit(0 if error <= float(limit) else f"its own test is off by {error:.1e}")
+print(test(2), *[name for name in names if not hasattr(loaded, name)], flush=True)
 """
 
 
 def _try(path: Path) -> None:
-    """Run the library's self-test in a child process, once per library.
+    """Run the library's self-test in a child process, and record that it passed.
 
     Raises:
-        OSError: If it crashes or computes wrong numbers.
+        OSError: If it crashes, computes wrong numbers, or lacks a function.
     """
-    passed = path.with_suffix(".tried")
-    if passed.is_file():
-        return
-    words = [sys.executable, "-I", "-c", _TRIAL, str(path), str(_openmp() or ""), str(TRIAL_ERROR)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=TRIAL_SECONDS)
+    source = (Path(__file__).parent / SOURCES[-1]).read_text()
+    names = re.findall(r"^EXPORT .*?(whet_\w+)\(", source, flags=re.MULTILINE)
+    mark, runtime = _mark(path), str(toolchain.shipped_openmp() or "")
+    try:
+        done = toolchain.run([sys.executable, "-I", "-c", _TRIAL, str(path), runtime, *names], TRIAL_SECONDS)
+    except OSError as error:
+        raise OSError(f"a trial of the library {error}") from None
     if done.returncode < 0:
-        raise OSError(f"a trial of the freshly built library died of signal {-done.returncode}")
+        raise OSError(f"a trial of the library died of signal {-done.returncode}")
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"its trial ended with status {done.returncode}"]
         raise OSError(lines[-1])
-    passed.touch()
+    words = (done.stdout.strip().splitlines() or [""])[-1].split()
+    try:
+        error = float(words[0])
+    except (IndexError, ValueError):
+        raise OSError("its own test ended without a result") from None
+    if not 0 <= error <= TRIAL_ERROR:
+        raise OSError(f"its own test is off by {error:.1e}")
+    if len(words) > 1:
+        raise OSError(f"it lacks {words[1]}")
+    _note(path, mark, "passed")
 
 
 @cache
@@ -276,3 +382,12 @@ def _processor() -> str:
     """Return what -march=native depends on."""
     wanted = ("model name", "flags", "Features", "CPU part")
     return "\n".join(sorted({line for line in _cpuinfo() if line.startswith(wanted)})) or platform.processor()
+
+
+def processor_name() -> str:
+    """Return the CPU's name, as far as the system tells it: measurements of one are not another's."""
+    for wanted in ("model name", "CPU part"):
+        for line in _cpuinfo():
+            if line.startswith(wanted):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -15,7 +15,7 @@ from weakref import WeakMethod
 
 import torch
 
-from whet.kernels.cpu import build
+from whet.kernels.cpu import build, toolchain
 from whet.kernels.cpu.ops import forget
 from whet.model.attention import Packed
 from whet.model.checkpointing import CheckpointKind, Recompute
@@ -862,7 +862,7 @@ def _check_compiler(config: OptimConfig, device: torch.device) -> None:
                 "leave one of them out"
             )
         return
-    if device.type == "cpu" and build.compiler() is None:
+    if device.type == "cpu" and toolchain.compiler() is None:
         raise UserError(
             "optim.compile = true on a CPU needs a C++ compiler, and there is none: install g++ (apt-get install g++), "
             "or leave it out"
