@@ -389,7 +389,32 @@ def test_what_libraries_read_is_set_before_they_are_imported_unless_the_user_cho
         )
         for own in ({}, {"LRU_CACHE_CAPACITY": "7"})
     ]
-    assert found == [["20000", "128", "128"], ["20000", "128", "7"]]
+    assert [own[1:] for own in found] == [["128", "128"], ["128", "7"]]
+    assert {own[0] for own in found} <= {"0", "20000"}
+
+
+@pytest.mark.parametrize(
+    ("running", "spins"),
+    [
+        ((1, 1, 1, 1, 1), "20000"),
+        ((9, 9, 1, 1, 1), "20000"),
+        ((3, 2, 3, 4, 3), "0"),
+        ((2, 2, 2, 2, 2), "20000"),
+    ],
+)
+def test_waiting_threads_sleep_beside_other_programs(
+    running: tuple[int, ...], spins: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter(running)
+    monkeypatch.setattr(whet, "_num_running", lambda: next(looks))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    whet.calm_libraries()
+    assert os.environ["GOMP_SPINCOUNT"] == spins
+
+
+def test_a_busy_core_is_seen() -> None:
+    assert whet._num_running() >= 1  # this process
 
 
 def test_a_function_that_stands_alone_is_told_where_it_belongs(tmp_path: Path) -> None:
