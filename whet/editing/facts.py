@@ -223,7 +223,7 @@ def check_facts(facts: Sequence[Fact]) -> list[str]:
     Raises:
         UserError: If two facts give one prompt different targets, or the same one twice.
     """
-    seen: dict[tuple[str, str], Fact] = {}
+    seen: dict[str, Fact] = {}
     warnings: list[str] = []
     for fact in facts:
         if fact.target.strip() == fact.true.strip():
