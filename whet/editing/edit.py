@@ -22,7 +22,7 @@ from whet.editing.editor import (
     known_problems,
     report_of,
 )
-from whet.editing.facts import Fact, check_facts, read_facts
+from whet.editing.facts import Fact, check_facts, comparable, read_facts
 from whet.editing.record import RECORD, Record
 from whet.editing.statistics import digest_of
 from whet.eval.probe.probe import read_text
@@ -324,7 +324,7 @@ def undo(config: EditConfig) -> list[str]:
 
 def list_text(record: Record) -> str:
     """Return a folder's edits as text."""
-    num_facts = len({fact.text.casefold() for _, fact in record.facts_of_batches()})
+    num_facts = len({comparable(fact.text) for _, fact in record.facts_of_batches()})
     lines = [f"{record.model}: {_num(len(record.batches), 'batch', 'es')}, {_num(num_facts, 'fact')}"]
     for n, batch in enumerate(record.batches, 1):
         layers = f" in layers {', '.join(map(str, batch.layers))}" if batch.layers else ""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from whet.config import to_dict
-from whet.editing.facts import Fact, check_facts
+from whet.editing.facts import Fact, check_facts, comparable
 from whet.editing.methods import (
     LOCATED,
     METHODS,
@@ -110,9 +111,9 @@ def check_kept(kept: Sequence[Fact], facts: Sequence[Fact], method: MethodName) 
     """
     if kept and method not in KEEPING:
         raise UserError(f"keep: read by {' and '.join(KEEPING)}, not by {method}; leave it out")
-    asked = {fact.text.casefold(): fact for fact in facts}
+    asked = {comparable(fact.text): fact for fact in facts}
     for fact in kept:
-        if (found := asked.get(fact.text.casefold())) is not None:
+        if (found := asked.get(comparable(fact.text))) is not None:
             raise UserError(
                 f"{fact.where}: {fact.text[:60]!r} is to stay, and {found.where} writes it; take it out of one of them"
             )
@@ -224,9 +225,9 @@ class Editor:
         warnings = check_facts(facts)
         for fact in facts:
             warnings += tokenisation_traps(self.policy.tokenizer, fact)
-        earlier = {fact.text.casefold(): (n, fact) for n, fact in self.record.facts_of_batches()}
+        earlier = {comparable(fact.text): (n, fact) for n, fact in self.record.facts_of_batches()}
         for fact in facts:
-            if (found := earlier.get(fact.text.casefold())) is not None:
+            if (found := earlier.get(comparable(fact.text))) is not None:
                 warnings.append(
                     f"{fact.where}: batch {found[0]} made {fact.text[:60]!r} {found[1].target!r}; now {fact.target!r}"
                 )
@@ -354,15 +355,22 @@ class Editor:
 
     def _moments(self, memories: Sequence[Memory], seed: int) -> dict[int, torch.Tensor]:
         """Return C of each memory as the model had it before its first edit: so the papers' sequences have it, too."""
+        with self.without_edits():
+            if not self._windows:
+                self.set_prose("", OWN_TOKENS, seed)
+            digest = digest_of(self.policy.model)  # a record of an earlier version names the weights alone
+            return gather_moments(
+                self.reader, memories, self._windows, model_digest=digest, folder=self._cache
+            )
+
+    @contextmanager
+    def without_edits(self) -> Iterator[None]:
+        """Give the model its weights of before the first edit, for as long as the block lasts."""
         model, record = self.policy.model, self.record
         present = {name: model.get_parameter(name).detach().clone() for name in record.originals}
         record.restore(model)
         try:
-            if not self._windows:
-                self.set_prose("", OWN_TOKENS, seed)
-            return gather_moments(
-                self.reader, memories, self._windows, model_digest=record.digest, folder=self._cache
-            )
+            yield
         finally:
             with torch.no_grad():
                 for name, tensor in present.items():
