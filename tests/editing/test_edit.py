@@ -11,7 +11,7 @@ import pytest
 import torch
 from patient import EATS, HOMES, LIVES, PEOPLE, SHAPE, TASTES, fresh, patient, says, trained
 
-from whet.editing.editor import Editor, MethodConfig, report_of
+from whet.editing.editor import Editor, MethodConfig, _Counted, report_of
 from whet.editing.facts import Fact, read_facts
 from whet.editing.memory import solve
 from whet.editing.methods import TuneConfig, mean_keys
@@ -302,6 +302,24 @@ def _keys(policy: Policy, ids: Any, module: torch.nn.Module) -> torch.Tensor:
         policy.model.logits(torch.tensor([ids]))
     handle.remove()
     return found[0]
+
+
+def test_gathering_statistics_says_how_far_it_is(editor: Editor) -> None:
+    told: dict[str, Any] = {}
+
+    def tell(phase: str, detail: Any = None) -> None:
+        told[phase] = detail
+
+    memories = chosen_memories(editor.policy.model, (0,))
+    editor._moments(memories, 0, tell)
+    count = len(editor._windows)
+    assert told["statistics"]().startswith(f"{count} of {count} windows of prose, 0:00 left")
+    counted = _Counted(40, "windows")
+    assert counted.text() == "0 of 40 windows"
+    counted.advance(20)  # were there before
+    counted._began -= 5.0
+    counted.advance(5)
+    assert counted.text() == "25 of 40 windows, 0:15 left"
 
 
 def test_tracing_finds_the_layer_of_a_planted_fact(editor: Editor) -> None:

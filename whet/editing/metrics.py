@@ -18,6 +18,10 @@ from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.stats import bootstrap_interval, mcnemar_exact, paired_bootstrap, share_interval
 
 GENERATED_TOKENS = 60
+MIN_FACTS = 6
+"""Facts that a bootstrap needs: resampling fewer says how they differ among each other, not how others would do, and
+no exact paired test of five can reach p = .05 either."""
+TOO_FEW = "too few facts"
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
@@ -174,10 +178,19 @@ def harmonic(values: Sequence[float]) -> float:
     return len(values) / sum(1 / value for value in values) if values and min(values) > 0 else 0.0
 
 
+def interval_of(values: Sequence[float], *, is_share: bool, seed: int = 0) -> dict[str, float | None]:
+    """Return a mean with its 95 % interval over facts; low and high are None where there are too few for one."""
+    if len(values) < MIN_FACTS and not (is_share and all(value in (0.0, 1.0) for value in values)):
+        return {"mean": sum(values) / len(values), "low": None, "high": None}
+    return asdict(share_interval(values, seed) if is_share else bootstrap_interval(values, seed=seed))
+
+
 def summarise(
     before: Sequence[FactScores], after: Sequence[FactScores], seed: int = 0
 ) -> dict[str, dict[str, Any]]:
     """Return each metric before and after, with 95 % intervals over facts, and a paired test of the difference.
+
+    Fewer than six facts have no bootstrap: no interval but Wilson's, and no p-value but McNemar's exact one.
 
     Args:
         before: Scores of the model as it was.
@@ -188,9 +201,8 @@ def summarise(
     found: dict[str, dict[str, Any]] = {}
     for name, values in new.items():
         is_share = not name.endswith("_magnitude")
-        interval = share_interval(values, seed) if is_share else bootstrap_interval(values, seed=seed)
         row: dict[str, Any] = {
-            "after": asdict(interval),
+            "after": interval_of(values, is_share=is_share, seed=seed),
             "before": sum(old[name]) / len(old[name]),
             "facts": len(values),
         }
@@ -198,6 +210,8 @@ def summarise(
             pairs = list(zip(old[name], values, strict=True))
             row["p_value"] = mcnemar_exact(pairs.count((1.0, 0.0)), pairs.count((0.0, 1.0)))
             row["test"] = "McNemar"
+        elif len(values) < MIN_FACTS:
+            row |= {"p_value": None, "test": TOO_FEW}
         else:
             row["p_value"] = paired_bootstrap(old[name], values, seed=seed)[1]
             row["test"] = "paired bootstrap"

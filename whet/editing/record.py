@@ -6,6 +6,7 @@ keys) and edits/originals.safetensors (the changed matrices as they were before 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,15 @@ class Batch:
         """Add the changes to a model's weights, each rounded once."""
         for name, delta in self.deltas.items():
             memory_of(model, name).add(delta.dense())
+
+    def content(self) -> str:
+        """Return SHA-256 of the changes alone, which is the same whatever they are added to."""
+        found = hashlib.sha256()
+        for name, delta in sorted(self.deltas.items()):
+            found.update(name.encode())
+            for part in (delta.left_DR, delta.right_RF):
+                found.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        return found.hexdigest()
 
     def as_dict(self) -> dict[str, Any]:
         """Return what edits.json has of it."""
@@ -162,6 +172,13 @@ class Record:
     def facts_of_batches(self) -> list[tuple[int, Fact]]:
         """Return all facts, each with the number of its batch."""
         return [(n, fact) for n, batch in enumerate(self.batches, 1) for fact in batch.facts]
+
+    def current_facts(self) -> list[tuple[int, Fact]]:
+        """Return what each prompt is to be completed with now, with the number of the batch that wrote it last."""
+        found: dict[str, tuple[int, Fact]] = {}
+        for n, fact in self.facts_of_batches():
+            found[comparable(fact.text)] = n, fact
+        return list(found.values())
 
     def earlier_keys(self, facts: Sequence[Fact] = ()) -> dict[int, torch.Tensor]:
         """Return the keys of all batches by layer, of each fact those of the last one.
@@ -264,3 +281,39 @@ class Record:
                 f"{where}: its weights or its config are not those of its {RECORD}: they were changed since; give the "
                 "folder as whet edit wrote it"
             )
+
+
+def check_together(records: Sequence[tuple[str, Record]]) -> list[str]:
+    """Refuse records that cannot be applied to one model together; return what is worth a warning.
+
+    Args:
+        records: How each is named, and the record; in the order in which they are applied.
+
+    Raises:
+        UserError: If two have the same batch, or complete one prompt differently.
+    """
+    warnings: list[str] = []
+    batches: dict[str, str] = {}
+    made: dict[str, tuple[str, Fact]] = {}
+    for where, record in records:
+        own = {batch.content(): f"batch {n} of {where}" for n, batch in enumerate(record.batches, 1)}
+        for content, name in own.items():
+            if content in batches:
+                raise UserError(
+                    f"{name} is the same as {batches[content]}: it would be applied twice; leave one of them out"
+                )
+        for _, fact in record.current_facts():
+            first = made.setdefault(comparable(fact.text), (where, fact))
+            if first[1] is fact:
+                continue
+            if comparable(first[1].target) != comparable(fact.target):
+                raise UserError(
+                    f"{first[0]} and {where} contradict each other: {fact.text[:60]!r} is to be "
+                    f"{first[1].target!r} and {fact.target!r}; leave one out, or take that batch out first (--undo "
+                    "--batches)"
+                )
+            warnings.append(
+                f"{where}: {fact.text[:60]!r} is made {fact.target!r} again, after {first[0]}: both changes count"
+            )
+        batches |= own
+    return warnings
