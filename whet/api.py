@@ -803,6 +803,7 @@ class Edit:
         metrics: Of all facts that it holds, by name: value before the first edit and now with its 95 % interval, and
             the p-value of a paired test. Fewer than six facts have no bootstrap: then low, high and p_value are None.
         table: Each fact with its batch, probabilities and ranks before and now, its paraphrases and neighbours.
+        curve: Where several batches were written, the shares after up to eight of them, over the number of edits.
         by_batch: Of each batch the share of its facts that the model completes with the target, before and now.
     """
 
@@ -810,6 +811,7 @@ class Edit:
     metrics: dict[str, Any]
     table: list[dict[str, Any]]
     by_batch: list[dict[str, Any]]
+    curve: list[dict[str, Any]]
     _editor: Editor = field(repr=False)
     _asked: dict[str, Any] = field(repr=False, default_factory=dict)
 
@@ -831,13 +833,15 @@ class Edit:
         self._editor.undo(batches)
         content = editing.write_and_measure(self._editor, (), MethodConfig(), **self._asked)
         self.metrics, self.table = content["metrics"], content["table"]
-        self.by_batch = content.get("by_batch", [])
+        self.by_batch, self.curve = content.get("by_batch", []), []
         return self.policy
 
     def save(self, folder: str | Path) -> Path:
         """Write the edited model with its record and page to a new folder, as `whet edit` does."""
         path = self.policy.save(folder)
         content = {"metrics": self.metrics, "table": self.table, "by_batch": self.by_batch}
+        if self.curve:
+            content["curve"] = self.curve
         editing.save(self._editor, path, content)
         return path
 
@@ -896,7 +900,15 @@ def edit(
         )
     copied._editor = editor  # pyright: ignore[reportPrivateUsage]
     asked_again = {"writes": writes, "seed": seed}
-    return Edit(copied, content["metrics"], content["table"], content["by_batch"], editor, asked_again)
+    return Edit(
+        copied,
+        content["metrics"],
+        content["table"],
+        content["by_batch"],
+        content.get("curve", []),
+        editor,
+        asked_again,
+    )
 
 
 def trace(

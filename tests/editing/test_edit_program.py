@@ -18,6 +18,7 @@ import family_cases
 
 import whet
 from whet import __main__
+from whet.editing.metrics import curve_places
 from whet.editing.page import as_text
 from whet.generate.policy import Policy
 from whet.model.config import Block
@@ -236,6 +237,36 @@ def test_the_record_names_the_adapter_that_was_merged(
     run("edit", out, "--undo", "--out", back)
     assert f"the weights are bit by bit those of {merged} (SHA-256" in capsys.readouterr().out
     assert not same(back, folder)
+
+
+def test_batches_in_a_row_have_a_curve(folder: Path, tmp_path: Path, edited: Path) -> None:
+    """A point is what a model with as many edits says: that of the folder with the first batch alone."""
+    rows, out, alone = tmp_path / "rows.jsonl", tmp_path / "out", tmp_path / "alone"
+    facts = [LIVES, EATS, {"subject": "Cid Yew", "prompt": "{} eats", "target": "plum"}]
+    rows.write_text("".join(json.dumps(fact) + "\n" for fact in facts))
+    words = [*SMALL, "--prose", edited / "prose.txt", "--text", edited / "prose.txt"]
+    run("edit", folder, "--facts", rows, "--out", out, *words, "--batch-size", "1")
+    content = json.loads((out / "edits.json").read_text())
+    assert [point["facts"] for point in content["curve"]] == [1, 2, 3]
+    first = json.loads((edited / "lives/edits.json").read_text())["metrics"]
+    assert content["curve"][0]["metrics"]["first_token_p"] == first["first_token_p"]["after"]["mean"]
+    assert content["curve"][0]["drawdown"] == first["perplexity"]["drawdown"]
+    assert (
+        content["curve"][-1]["metrics"]["first_token_p"]
+        == content["metrics"]["first_token_p"]["after"]["mean"]
+    )
+    page = (out / "edit.html").read_text()
+    assert "Over the number of edits" in page
+    assert page.count("<polyline") == 1  # no paraphrases, no neighbours
+    run("edit", folder, "--facts", rows, "--out", alone, *words, "--batch-size", "2", "--no-curve")
+    assert "curve" not in json.loads((alone / "edits.json").read_text())
+
+
+def test_a_curve_has_eight_points_at_most() -> None:
+    assert curve_places(1) == {1}
+    assert curve_places(8) == set(range(1, 9))
+    assert curve_places(1000) == {1, 3, 7, 19, 52, 139, 373, 1000}  # 1000^(n/7)
+    assert max(curve_places(9)) == 9
 
 
 def test_one_fact_has_no_bootstrap(edited: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from whet.editing.editor import (
     PROSE_TOKENS,
     Editor,
     KnownTask,
+    Measured,
     MethodConfig,
     Told,
     check_kept,
@@ -25,6 +26,7 @@ from whet.editing.editor import (
     untold,
 )
 from whet.editing.facts import Fact, check_facts, comparable, read_facts
+from whet.editing.metrics import curve_places, curve_point
 from whet.editing.record import RECORD, Record, check_together
 from whet.editing.sites import chosen_memories, find_memories, tokenisation_traps
 from whet.editing.statistics import digest_of, digests_of, windows_of
@@ -74,6 +76,9 @@ class EditConfig:
     """Longest completion of a problem, in tokens."""
     writes: bool = True
     """Let the model write about each subject, before and after, for fluency and consistency."""
+    curve: bool = True
+    """With several batches: measure after up to eight of them how edits, paraphrases and neighbours fare as there are
+    more."""
     undo: bool = False
     """Take edits out of the folder instead: all of them, or --batches."""
     list: bool = False
@@ -236,6 +241,7 @@ def edit(config: EditConfig) -> dict[str, Any]:
             text=text,
             writes=config.writes,
             known=known,
+            curve=config.curve,
             seed=config.seed,
             tell=display.begin,
             advance=advancing(display),
@@ -314,6 +320,7 @@ def write_and_measure(
     text: str = "",
     writes: bool = False,
     known: KnownTask | None = None,
+    curve: bool = True,
     seed: int = 0,
     tell: Told = untold,
     advance: Callable[[int], None] = lambda count: None,
@@ -330,6 +337,7 @@ def write_and_measure(
         text: Prose for the perplexity; '' for none.
         writes: Let the model write about each subject.
         known: A task that the model can do; None for none.
+        curve: Measure after some of the batches, too, where there are several.
         seed: Seed of everything that is drawn.
         tell: Called with the name of each phase.
         advance: Called with the number of facts that are done.
@@ -342,11 +350,34 @@ def write_and_measure(
     with editor.without_edits():
         before = editor.measure(asked, text=text, writes=writes, known=known, seed=seed)
     size = batch_size or max(1, len(facts))
-    for start in range(0, len(facts), size):
+    starts = range(0, len(facts), size)
+    places = curve_places(len(starts)) if curve and len(starts) > 1 else set[int]()
+    points: list[dict[str, Any]] = []
+    for n, start in enumerate(starts, 1):
         editor.write_all(facts[start : start + size], method, seed=seed, tell=tell, advance=advance)
+        if n in places and n < len(starts):
+            tell("curve")
+            points.append(_point(editor, asked, before, text))
     tell("after")
     after = editor.measure(asked, text=text, writes=writes, known=known, seed=seed)
-    return report_of(asked, before, after, seed, [n for n, _ in editor.record.current_facts()])
+    content = report_of(asked, before, after, seed, [n for n, _ in editor.record.current_facts()])
+    if places:
+        content["curve"] = [*points, _drawn_down(curve_point(before.scores, after.scores), before, after)]
+    return content
+
+
+def _point(editor: Editor, asked: Sequence[Fact], before: Measured, text: str) -> dict[str, Any]:
+    """Measure the facts that were written so far; those that a later batch changes are not among them."""
+    written = {id(fact) for _, fact in editor.record.current_facts()}
+    pairs = [pair for pair in zip(asked, before.scores, strict=True) if id(pair[0]) in written]
+    now = editor.measure([fact for fact, _ in pairs], text=text)
+    return _drawn_down(curve_point([old for _, old in pairs], now.scores), before, now)
+
+
+def _drawn_down(point: dict[str, Any], before: Measured, now: Measured) -> dict[str, Any]:
+    if before.perplexity is None or now.perplexity is None:
+        return point
+    return point | {"drawdown": now.perplexity / before.perplexity - 1}
 
 
 def save(editor: Editor, folder: Path, content: dict[str, Any]) -> None:

@@ -22,6 +22,8 @@ MIN_FACTS = 6
 """Facts that a bootstrap needs: resampling fewer says how they differ among each other, not how others would do, and
 no exact paired test of five can reach p = .05 either."""
 TOO_FEW = "too few facts"
+CURVE_POINTS = 8
+"""Points of a curve over the number of edits, at most: each costs a measurement of all facts written so far."""
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
@@ -224,6 +226,28 @@ def summarise(
         }
         found["score"] = {side: 100 * harmonic(values) for side, values in means.items()}
     return found
+
+
+def curve_places(count: int) -> set[int]:
+    """Return after which of some batches a curve has a point: all, or eight that are even in the logarithm."""
+    if count <= CURVE_POINTS:
+        return set(range(1, count + 1))
+    return {round(count ** (n / (CURVE_POINTS - 1))) for n in range(CURVE_POINTS)}
+
+
+def curve_point(before: Sequence[FactScores], now: Sequence[FactScores]) -> dict[str, Any]:
+    """Return the number of facts that were written, and the mean of each metric that is a share.
+
+    Args:
+        before: Scores of the model before its first edit.
+        now: The same facts at this point.
+    """
+    shares = {
+        name: sum(values) / len(values)
+        for name, values in facts_of(now, before).items()
+        if not name.endswith("_magnitude")
+    }
+    return {"facts": len(now), "metrics": shares}
 
 
 # --- what the model writes --------------------------------------------------------------------------------------

@@ -8,7 +8,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from markupsafe import Markup
+
 from whet.editing.metrics import TOO_FEW
+from whet.report.figures import lines
 from whet.report.page import render
 
 Json = Mapping[str, Any]
@@ -137,6 +140,26 @@ def _advice(content: Json) -> list[str]:
     ]
 
 
+CURVES = {
+    "efficacy_accuracy": "edits at rank 1",
+    "paraphrase_accuracy": "paraphrases at rank 1",
+    "neighbourhood_kept": "neighbours as before",
+}
+"""Lines of the curve over the number of edits."""
+
+
+def curve_of(content: Json) -> Markup | None:
+    """Draw what edits, paraphrases and neighbours became with the number of edits; None where that is not known."""
+    points = content.get("curve") or []
+    if len(points) < 2:
+        return None
+    named = {label: [one["metrics"].get(name) for one in points] for name, label in CURVES.items()}
+    shares = {label: values for label, values in named.items() if any(v is not None for v in values)}
+    return lines(
+        [one["facts"] for one in points], shares, title="Shares over the number of edits", unit="edits"
+    )
+
+
 def write_page(folder: Path, content: Json) -> None:
     """Write edit.html."""
     page = render(
@@ -145,5 +168,6 @@ def write_page(folder: Path, content: Json) -> None:
         headline=headline(content),
         content=content,
         rows=rows_of(content),
+        curve=curve_of(content),
     )
     (folder / "edit.html").write_text(page, encoding="utf-8", errors="backslashreplace")
