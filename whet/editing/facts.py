@@ -107,6 +107,8 @@ def read_facts(source: str | Path | Sequence[Mapping[str, Any]], *, needs_target
         except UserError:
             _refuse_object(path)
             raise
+        if len(rows) == 1 and "samples" in rows[0][1]:
+            _refuse_object(path)
         numbered = [(f"{path.name} row {number}", row) for number, row in rows]
     else:
         numbered = [(f"fact {number}", row) for number, row in enumerate(source, 1)]
@@ -152,7 +154,7 @@ def read_fact(row: Mapping[str, Any], where: str, *, needs_target: bool = True) 
 
 
 def _refuse_object(path: Path) -> None:
-    """Say of a file that is one JSON object over many lines what it is; return where it is something else."""
+    """Say of a file that is one JSON object what it is; return where it is something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
