@@ -153,12 +153,10 @@ def test_a_file_that_is_one_object_is_named_as_such(tmp_path: Path) -> None:
         "samples": [{"subject": "Paris"}],
     }
     path = tmp_path / "city.json"
-    path.write_text(json.dumps(relation, indent=1))
-    with pytest.raises(
-        UserError, match="city.json: a relation .*LRE.*; expected rows, one fact each"
-    ) as caught:
-        read_facts(path)
-    assert "not JSON" not in str(caught.value)
+    for indent in (1, None):
+        path.write_text(json.dumps(relation, indent=indent))
+        with pytest.raises(UserError, match="city.json: a relation .*LRE.*; expected rows, one fact each"):
+            read_facts(path)
     path.write_text(json.dumps(OWN, indent=1))
     with pytest.raises(
         UserError, match="city.json: one JSON object, with subject, prompt, target; expected rows"
