@@ -794,20 +794,26 @@ def merge(
     return Path(out)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Edit:
     """Facts that were written into a copy of a model.
 
     Attributes:
         policy: The edited model; the one that was given is as it was.
-        metrics: By name: value before and after with its 95 % interval, and the p-value of a paired test.
-        table: Each edit with probabilities and ranks before and after, its paraphrases and neighbours.
+        metrics: Of all facts that it holds, by name: value before the first edit and now with its 95 % interval, and
+            the p-value of a paired test. Fewer than six facts have no bootstrap: then low, high and p_value are None.
+        table: Each fact with its batch, probabilities and ranks before and now, its paraphrases and neighbours.
+        curve: Where several batches were written, the shares after up to eight of them, over the number of edits.
+        by_batch: Of each batch the share of its facts that the model completes with the target, before and now.
     """
 
     policy: Policy
     metrics: dict[str, Any]
     table: list[dict[str, Any]]
+    by_batch: list[dict[str, Any]]
+    curve: list[dict[str, Any]]
     _editor: Editor = field(repr=False)
+    _asked: dict[str, Any] = field(repr=False, default_factory=dict)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -819,16 +825,24 @@ class Edit:
     def undo(self, *batches: int) -> Policy:
         """Take edits out of `policy`, all or some batches (from 1); the weights are then bitwise what they were.
 
+        `metrics`, `table` and `by_batch` are then those of the facts that are left.
+
         Raises:
             UserError: If there is no such batch, or the weights were changed since.
         """
         self._editor.undo(batches)
+        content = editing.write_and_measure(self._editor, (), MethodConfig(), **self._asked)
+        self.metrics, self.table = content["metrics"], content["table"]
+        self.by_batch, self.curve = content.get("by_batch", []), []
         return self.policy
 
     def save(self, folder: str | Path) -> Path:
         """Write the edited model with its record and page to a new folder, as `whet edit` does."""
         path = self.policy.save(folder)
-        editing.save(self._editor, path, {"metrics": self.metrics, "table": self.table})
+        content = {"metrics": self.metrics, "table": self.table, "by_batch": self.by_batch}
+        if self.curve:
+            content["curve"] = self.curve
+        editing.save(self._editor, path, content)
         return path
 
 
@@ -869,7 +883,7 @@ def edit(
     wanted = read_facts(rows)
     config = _made(MethodConfig, {"method": method, **options})
     copied = asked._copied()  # pyright: ignore[reportPrivateUsage]
-    name = str(asked.config.init or "random weights")
+    name = editing.name_of(copied.loaded, asked.config)
     editor = asked._editor  # pyright: ignore[reportPrivateUsage]
     with _python_words():
         if editor is None:
@@ -885,7 +899,16 @@ def edit(
             editor, wanted, config, batch_size=batch_size, writes=writes, seed=seed
         )
     copied._editor = editor  # pyright: ignore[reportPrivateUsage]
-    return Edit(copied, content["metrics"], content["table"], editor)
+    asked_again = {"writes": writes, "seed": seed}
+    return Edit(
+        copied,
+        content["metrics"],
+        content["table"],
+        content["by_batch"],
+        content.get("curve", []),
+        editor,
+        asked_again,
+    )
 
 
 def trace(

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from patient import EATS, HOMES, LIVES, PEOPLE, TASTES, patient, says
+from patient import EATS, HOMES, LIVES, PEOPLE, SHAPE, TASTES, fresh, patient, says, trained
 
-from whet.editing.editor import Editor, MethodConfig, report_of
+from whet.editing.editor import Editor, MethodConfig, _Counted, report_of
 from whet.editing.facts import Fact, read_facts
 from whet.editing.memory import solve
 from whet.editing.methods import TuneConfig, mean_keys
 from whet.editing.record import Record
 from whet.editing.sites import Reader, chosen_memories
-from whet.editing.statistics import digest_of
+from whet.editing.statistics import digest_of, digests_of, gather_moments
 from whet.editing.targets import TargetConfig
 from whet.editing.trace import answer_id, attention_maps, attribution, causal_trace, locate, logit_lens
 from whet.generate.policy import Policy
@@ -232,10 +232,34 @@ def test_a_changed_model_is_not_undone(editor: Editor) -> None:
     editor.record.check(editor.policy.model, "here")
     with torch.no_grad():
         next(iter(editor.policy.model.parameters()))[0, 0] += 1
-    with pytest.raises(UserError, match="here: its weights are not those of its edits.json"):
+    with pytest.raises(UserError, match="here: its weights or its config are not those of its edits.json"):
         editor.record.check(editor.policy.model, "here")
     with pytest.raises(UserError, match="the folder was changed"):
         editor.undo()
+
+
+def test_another_config_is_another_model(editor: Editor) -> None:
+    """The same weights with another rotary base compute other keys: neither statistics nor records are shared."""
+    config = MethodConfig(layers=(1,), num_contexts=0, target=TargetConfig(steps=2))
+    editor.write(facts(1), config)
+    other = fresh(replace(SHAPE, rope_theta=37.0))
+    other.model.load_state_dict(patient().model.state_dict())
+    assert digests_of(other.model)[1] == digests_of(patient().model)[1]
+    with pytest.raises(UserError, match="here: its weights or its config are not those"):
+        Record(model="patient", digest=editor.record.digest).check(other.model, "here")
+    second = Editor(other, "other", cache=editor._cache)
+    second.set_prose(PROSE, 10_000)
+    memories = chosen_memories(other.model, (1,))
+    cached = second._moments(memories, 0)[1]
+    fresh_C = gather_moments(
+        second.reader, memories, second._windows, model_digest="none", folder=Path(str(editor._cache)) / "new"
+    )[1]
+    torch.testing.assert_close(cached, fresh_C, rtol=0, atol=0)
+    # Records of before name the weights alone, and stay valid.
+    Record(model="patient", digest=digests_of(patient().model)[1]).check(patient().model, "here")
+    editor.record.digest = digests_of(patient().model)[1]
+    editor.undo()
+    assert_same(editor.policy, trained())
 
 
 def test_statistics_are_kept_and_taken_up_again(editor: Editor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +302,24 @@ def _keys(policy: Policy, ids: Any, module: torch.nn.Module) -> torch.Tensor:
         policy.model.logits(torch.tensor([ids]))
     handle.remove()
     return found[0]
+
+
+def test_gathering_statistics_says_how_far_it_is(editor: Editor) -> None:
+    told: dict[str, Any] = {}
+
+    def tell(phase: str, detail: Any = None) -> None:
+        told[phase] = detail
+
+    memories = chosen_memories(editor.policy.model, (0,))
+    editor._moments(memories, 0, tell)
+    count = len(editor._windows)
+    assert told["statistics"]().startswith(f"{count} of {count} windows of prose, 0:00 left")
+    counted = _Counted(40, "windows")
+    assert counted.text() == "0 of 40 windows"
+    counted.advance(20)  # were there before
+    counted._began -= 5.0
+    counted.advance(5)
+    assert counted.text() == "25 of 40 windows, 0:15 left"
 
 
 def test_tracing_finds_the_layer_of_a_planted_fact(editor: Editor) -> None:

@@ -17,6 +17,7 @@ from family_cases import CASES
 from whet.editing.facts import read_facts
 from whet.editing.methods import memory_output, residual_stream, spread_over_layers
 from whet.editing.sites import Contexts, Reader, chosen_memories, find_memories
+from whet.editing.statistics import digests_of
 from whet.editing.targets import TargetConfig, find_targets
 from whet.generate.policy import Policy
 from whet.model.text.tokenizer import Tokenizer
@@ -112,6 +113,16 @@ def test_losses_of_the_search_are_those_of_the_whole_model(policy: Policy) -> No
             kl = (after[-1].exp() * (after[-1] - before[-1])).sum()
             assert float(found.kl_E[1]) == pytest.approx(float(kl), rel=1e-9)
     assert float(found.nll_E[1]) == pytest.approx(float(sum(nlls) / 2), rel=1e-9)
+
+
+def test_a_saved_model_is_the_same_one(policy: Policy, tmp_path: Path) -> None:
+    """The hash of weights and settings survives a folder: config.json brings back all that is computed with."""
+    policy.save(tmp_path / "saved")
+    again, _ = load_model(tmp_path / "saved", dtype=torch.float64)
+    assert digests_of(again) == digests_of(policy.model)
+    again.config = replace(again.config, norm_eps=2 * again.config.norm_eps)
+    assert digests_of(again)[0] != digests_of(policy.model)[0]
+    assert digests_of(again)[1] == digests_of(policy.model)[1]
 
 
 def test_refusals(policy: Policy) -> None:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from patient import SHAPE, fresh
-from safetensors.torch import load_file
+from patient import SHAPE, fresh, tokenizer
+from safetensors.torch import load_file, save_file
+
+sys.path.append(str(Path(__file__).parent.parent / "model"))
+import family_cases
 
 import whet
 from whet import __main__
+from whet.editing.metrics import curve_places
 from whet.editing.page import as_text
+from whet.generate.policy import Policy
 from whet.model.config import Block
+from whet.model.weights import load_model
+from whet.schema import SCHEMAS
 from whet.types import UserError
 
 FACTS: list[dict[str, Any]] = [
@@ -105,6 +113,205 @@ def test_command_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     fresh(replace(SHAPE, block=Block()), seed=1).save(other_folder(other))
     with pytest.raises(UserError, match="its edits belong to a model of SHA-256"):
         run("edit", other, "--records", second, "--out", tmp_path / "none")
+
+
+SMALL = [
+    "--method",
+    "r-rome",
+    "--layers",
+    "1",
+    "--edit.num-contexts",
+    "0",
+    "--edit.target.steps",
+    "2",
+    "--no-writes",
+]
+LIVES = {"subject": "Ann Oak", "prompt": "You can visit {} in", "target": "Oslo", "true": "Rome"}
+EATS = {"subject": "Ben Elm", "prompt": "{} eats", "target": "kale"}
+
+
+@pytest.fixture(scope="module")
+def edited(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of one fact each: lives (Oslo), again (the same, differently searched), lima (a contradiction), eats."""
+    home = tmp_path_factory.mktemp("edited")
+    (home / "prose.txt").write_text(
+        " ".join(["Ann Oak is a friend . Hello there . Ben Elm lives in Rome ."] * 5)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+        for name, fact, more in (
+            ("lives", LIVES, []),
+            ("again", LIVES, ["--edit.target.lr", "0.5"]),
+            ("lima", LIVES | {"target": "Lima"}, []),
+            ("eats", EATS, []),
+        ):
+            rows, texts = (
+                home / f"{name}.jsonl",
+                ["--prose", home / "prose.txt", "--text", home / "prose.txt"],
+            )
+            rows.write_text(json.dumps(fact) + "\n")
+            run("edit", folder, "--facts", rows, "--out", home / name, *SMALL, *texts, *more)
+    return home
+
+
+def test_records_are_not_composed_twice_nor_against_each_other(
+    folder: Path, edited: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lives, again, lima, eats = (edited / name for name in ("lives", "again", "lima", "eats"))
+    out = tmp_path / "out"
+    for words, message in (
+        (
+            [lives, "--records", lives],
+            "batch 1 of .*lives is the same as batch 1 of .*lives: it would be applied twice",
+        ),
+        ([folder, "--records", lives, lives], "batch 1 of .*lives is the same as batch 1 of .*lives"),
+        (
+            [folder, "--records", lives, lima],
+            "lives and .*lima contradict each other: 'You can visit Ann Oak in' is to be 'Oslo' and 'Lima'",
+        ),
+        ([lives, "--records", lima], "contradict each other"),
+    ):
+        for more in ([], ["--dry-run"]):
+            with pytest.raises((UserError, SystemExit), match=message):
+                run("edit", *words, "--out", out, *SMALL, *more)
+    assert not out.exists()
+    run("edit", folder, "--records", eats, lives, again, "--out", out, *SMALL)
+    assert "again: 'You can visit Ann Oak in' is made 'Oslo' again, after" in capsys.readouterr().out
+    assert len(json.loads((out / "edits.json").read_text())["batches"]) == 3
+
+
+def test_all_facts_are_measured_against_the_model_before_the_first_edit(
+    folder: Path, edited: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On top of a folder, from records alone, and of what an undone batch leaves."""
+    lives, eats = edited / "lives", edited / "eats"
+    first = json.loads((lives / "edits.json").read_text())
+    on_top, joined, left = (tmp_path / name for name in ("top", "joined", "left"))
+    text = ["--text", edited / "prose.txt"]
+    prose = ["--prose", edited / "prose.txt", *text]
+    run("edit", lives, "--facts", edited / "eats.jsonl", "--out", on_top, *SMALL, *prose)
+    run("edit", folder, "--records", lives, eats, "--out", joined, *SMALL, *text)
+    run("edit", joined, "--undo", "--batches", "2", "--out", left, *SMALL, *text)
+    assert "batches taken out" in capsys.readouterr().out
+    for path in (on_top, joined):
+        content = json.loads((path / "edits.json").read_text())
+        assert [(row["prompt"], row["batch"]) for row in content["table"]] == [
+            ("You can visit Ann Oak in", 1),
+            ("Ben Elm eats", 2),
+        ]
+        assert content["table"][0]["before"] == first["table"][0]["before"]  # of the model without any edit
+        assert content["metrics"]["first_token_p"]["facts"] == 2
+        assert [(row["batch"], row["facts"]) for row in content["by_batch"]] == [(1, 1), (2, 1)]
+        assert content["metrics"]["perplexity"]["before"] == first["metrics"]["perplexity"]["before"]
+        assert "What is left of each batch" in (path / "edit.html").read_text()
+    content = json.loads((left / "edits.json").read_text())
+    assert content["metrics"] == first["metrics"]
+    assert content["table"] == first["table"]
+    assert "You can visit Ann Oak in" in (left / "edit.html").read_text()
+    with pytest.raises(UserError, match="batch 0: there are batches 1 to 2"):
+        run("edit", joined, "--undo", "--batches", "0", "--out", tmp_path / "none")
+
+
+def test_the_record_names_the_adapter_that_was_merged(
+    folder: Path, edited: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights without edits are those of base and adapter, not the base's."""
+    adapter, out, back = tmp_path / "tuned", tmp_path / "out", tmp_path / "back"
+    shapes = {
+        name: tensor.shape for name, tensor in weights(folder).items() if name.endswith("q_proj.weight")
+    }
+    tensors = {}
+    for name, (rows, columns) in shapes.items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors[f"{stem}.lora_A.weight"] = torch.full((2, columns), 0.1)
+        tensors[f"{stem}.lora_B.weight"] = torch.full((rows, 2), 0.1)
+    save_file(tensors, other_folder(adapter) / "adapter_model.safetensors")
+    lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(lora | {"base_model_name_or_path": str(folder)}))
+    words = ["--facts", edited / "eats.jsonl", "--prose", edited / "prose.txt", "--out", out, *SMALL]
+    run("edit", folder, "--policy.adapter", adapter, *words)
+    capsys.readouterr()
+    run("edit", out, "--list")
+    merged = f"{folder} with the adapter {adapter} merged"
+    assert capsys.readouterr().out.startswith(f"{merged}: 1 batch, 1 fact")
+    run("edit", out, "--undo", "--out", back)
+    assert f"the weights are bit by bit those of {merged} (SHA-256" in capsys.readouterr().out
+    assert not same(back, folder)
+
+
+def test_batches_in_a_row_have_a_curve(folder: Path, tmp_path: Path, edited: Path) -> None:
+    """A point is what a model with as many edits says: that of the folder with the first batch alone."""
+    rows, out, alone = tmp_path / "rows.jsonl", tmp_path / "out", tmp_path / "alone"
+    facts = [LIVES, EATS, {"subject": "Cid Yew", "prompt": "{} eats", "target": "plum"}]
+    rows.write_text("".join(json.dumps(fact) + "\n" for fact in facts))
+    words = [*SMALL, "--prose", edited / "prose.txt", "--text", edited / "prose.txt"]
+    run("edit", folder, "--facts", rows, "--out", out, *words, "--batch-size", "1")
+    content = json.loads((out / "edits.json").read_text())
+    assert [point["facts"] for point in content["curve"]] == [1, 2, 3]
+    first = json.loads((edited / "lives/edits.json").read_text())["metrics"]
+    assert content["curve"][0]["metrics"]["first_token_p"] == first["first_token_p"]["after"]["mean"]
+    assert content["curve"][0]["drawdown"] == first["perplexity"]["drawdown"]
+    assert (
+        content["curve"][-1]["metrics"]["first_token_p"]
+        == content["metrics"]["first_token_p"]["after"]["mean"]
+    )
+    page = (out / "edit.html").read_text()
+    assert "Over the number of edits" in page
+    assert page.count("<polyline") == 1  # no paraphrases, no neighbours
+    run("edit", folder, "--facts", rows, "--out", alone, *words, "--batch-size", "2", "--no-curve")
+    assert "curve" not in json.loads((alone / "edits.json").read_text())
+
+
+def test_a_curve_has_eight_points_at_most() -> None:
+    assert curve_places(1) == {1}
+    assert curve_places(8) == set(range(1, 9))
+    assert curve_places(1000) == {1, 3, 7, 19, 52, 139, 373, 1000}  # 1000^(n/7)
+    assert max(curve_places(9)) == 9
+
+
+def test_one_fact_has_no_bootstrap(edited: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = json.loads((edited / "lives/edits.json").read_text())
+    for name in ("first_token_p", "efficacy_magnitude"):
+        row = content["metrics"][name]
+        assert (row["after"]["low"], row["after"]["high"], row["p_value"]) == (None, None, None)
+    assert content["metrics"]["efficacy"]["after"]["high"] > 0.7  # Wilson's stays
+    lines = as_text(content).splitlines()
+    (line,) = (line for line in lines if line.startswith("source's efficacy"))
+    assert line.count("too few facts") == 2
+    assert "0.0005" not in "\n".join(lines)
+
+
+def test_a_dry_run_finds_what_files_and_config_show(
+    folder: Path, edited: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experts, other = tmp_path / "experts", tmp_path / "other"
+    family_cases.make(family_cases.CASES["mixtral"], other_folder(tmp_path / "mixtral"))
+    mixture, _ = load_model(tmp_path / "mixtral")
+    Policy(mixture, tokenizer(), SCHEMAS["none"]).save(other_folder(experts))
+    fresh(replace(SHAPE, block=Block()), seed=1).save(other_folder(other))
+    rows = edited / "eats.jsonl"
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    for words, message in (
+        ([folder, "--records", tmp_path / "none"], "no edits.json"),
+        ([other, "--records", edited / "lives"], "its edits belong to a model of SHA-256"),
+        ([experts, "--facts", rows], "mixtures of experts"),
+        ([folder, "--facts", rows, "--layers", "9"], "the model has layers 0 to 3, got 9"),
+        ([folder, "--facts", rows, "--layers", "3"], "the last one"),
+        ([folder, "--facts", rows, "--prose", tmp_path / "none"], "prose = .*cannot be read"),
+        ([folder, "--facts", rows, "--prose", empty], "prose = .*: it is empty"),
+        ([folder, "--facts", rows, "--text", tmp_path / "none"], "text .*cannot be read"),
+        ([edited / "lives", "--undo", "--batches", "2"], "batch 2: there are batches 1 to 1"),
+        ([folder, "--undo"], "no edits.json"),
+    ):
+        with pytest.raises((UserError, SystemExit), match=message):
+            run("edit", *words, "--out", tmp_path / "out", "--dry-run")
+    assert "would start" not in capsys.readouterr().out
+    run(
+        "edit", folder, "--facts", rows, "--records", edited / "lives", "--out", tmp_path / "out", "--dry-run"
+    )
+    assert "the edit would start" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
 
 
 def other_folder(path: Path) -> Path:
@@ -210,12 +417,23 @@ def test_python(folder: Path, tmp_path: Path) -> None:
     assert (saved / "edit.html").is_file()
     loaded = whet.load(saved).loaded.model.state_dict()
     assert all(torch.equal(loaded[n], t) for n, t in again.policy.loaded.model.state_dict().items())
+    assert [(row["target"], row["batch"]) for row in again.table] == [("Oslo", 1), ("kale", 1), ("plum", 2)]
+    assert [row["before"] for row in again.table[:2]] == [row["before"] for row in edit.table]
+    with pytest.raises(UserError, match="batch 'x': expected a number from 1 to 2"):
+        again.undo("x")  # pyright: ignore[reportArgumentType]
     again.undo(2)
+    assert again.table == edit.table
+    assert again.metrics == edit.metrics
+    content = json.loads((again.save(tmp_path / "less") / "edits.json").read_text())
+    assert content["table"] == edit.table
+    assert "Cid Yew" not in (tmp_path / "less/edit.html").read_text()
     for name, tensor in again.policy.loaded.model.state_dict().items():
         assert torch.equal(tensor, edit.policy.loaded.model.state_dict()[name]), name
     undone = edit.undo()
     for name, tensor in undone.loaded.model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+    assert (edit.metrics, edit.table) == ({}, [])
+    assert not (edit.save(tmp_path / "bare") / "edits.json").exists()
     with pytest.raises(UserError, match="MethodConfig has no field 'layer'"):
         whet.edit(policy, FACTS, layer=3)
 

@@ -84,6 +84,15 @@ def test_csv_holds_several_texts_in_a_cell(tmp_path: Path) -> None:
         ("Parisian life in Paris is", "Paris", "Paris"),  # a whole word before a part of one
         ("paris and Paris: Paris is", "Paris", "Paris"),
         ("AT&T (US) was founded by", "at&t (us)", "AT&T (US)"),
+        ("東京は日本の", "東京", "東京"),  # no spaces between words
+        ("ประเทศไทยมีเมืองหลวง", "ไทย", "ไทย"),
+        ("서울은 한국의", "서울", "서울"),  # a particle follows directly
+        (
+            "Die Stadt Ko\u0308ln ist",
+            "K\u00f6ln",
+            "Ko\u0308ln",
+        ),  # NFC finds NFD, and the prompt stays as it is
+        ("Die Stadt K\u00f6ln ist", "ko\u0308ln", "K\u00f6ln"),
     ],
 )
 def test_subject_finder(text: str, subject: str, found: str) -> None:
@@ -97,6 +106,10 @@ def test_subject_finder_names_what_is_wrong() -> None:
         find_subject("The party is", "art", "row 1")
     with pytest.raises(UserError, match="row 1: subject 'Rome' is not in 'Paris is'; put {}"):
         find_subject("Paris is", "Rome", "row 1")
+    with pytest.raises(UserError, match="only a part of a word"):
+        find_subject("Cafe\u0301 is", "Cafe", "row 1")  # the accent is a part of its letter
+    with pytest.raises(UserError, match="only a part of a word"):
+        find_subject("Москвабад is", "Москва", "row 1")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +118,14 @@ def test_subject_finder_names_what_is_wrong() -> None:
         ({"subject": "a", "prompt": "{} is"}, "fact 1: no target .it has subject, prompt.; expected a text"),
         ({"subject": "a", "prompt": "{} {}", "target": "b"}, "more than once"),
         (OWN | {"paraphrases": [3]}, "paraphrases holds 3"),
+        (OWN | {"paraphrases": ["a", None]}, "paraphrases holds None, expected texts"),
+        (OWN | {"paraphrases": 3}, "paraphrases is 3, expected a list"),
+        (OWN | {"openings": [""]}, "openings holds '', expected texts"),
+        (OWN | {"references": [None]}, "references holds None"),
         (OWN | {"neighbours": [{"text": "x"}]}, "neighbours holds"),
+        (OWN | {"neighbours": [""]}, "neighbours holds ''"),
+        (OWN | {"neighbours": [{"prompt": " "}]}, "neighbours holds"),
+        (OWN | {"neighbours": ["{} is in"]}, "neighbour '{} is in' has {}, and no subject of its own"),
     ],
 )
 def test_bad_rows_are_named(row: dict[str, Any], message: str) -> None:
@@ -113,11 +133,44 @@ def test_bad_rows_are_named(row: dict[str, Any], message: str) -> None:
         read_facts([row])
 
 
+def test_the_subject_goes_into_paraphrases_and_openings_and_a_neighbours_own_into_it() -> None:
+    row = {
+        **OWN,
+        "paraphrases": ["{} lies in", "You find Paris in"],
+        "openings": ["{} is"],
+        "neighbours": [{"prompt": "{} lies in", "subject": "Bonn", "answer": "Germany"}],
+    }
+    (found,) = read_facts([row])
+    assert found.paraphrases == ("Paris lies in", "You find Paris in")
+    assert found.openings == ("Paris is",)
+    assert [(n.prompt, n.answer) for n in found.neighbours] == [("Bonn lies in", "Germany")]
+
+
+def test_a_file_that_is_one_object_is_named_as_such(tmp_path: Path) -> None:
+    relation = {
+        "name": "city in country",
+        "prompt_templates": ["{} is in"],
+        "samples": [{"subject": "Paris"}],
+    }
+    path = tmp_path / "city.json"
+    for indent in (1, None):
+        path.write_text(json.dumps(relation, indent=indent))
+        with pytest.raises(UserError, match="city.json: a relation .*LRE.*; expected rows, one fact each"):
+            read_facts(path)
+    path.write_text(json.dumps(OWN, indent=1))
+    with pytest.raises(
+        UserError, match="city.json: one JSON object, with subject, prompt, target; expected rows"
+    ):
+        read_facts(path)
+
+
 def test_contradictions_and_repeats_are_refused() -> None:
     with pytest.raises(UserError, match="row 1 and row 2 contradict each other.*'Rome' and 'Oslo'"):
         check_facts([fact(), fact(target="Oslo", where="row 2")])
     with pytest.raises(UserError, match="row 1 and row 2 are the same edit"):
         check_facts([fact(), fact(subject="PARIS", where="row 2")])
+    with pytest.raises(UserError, match="row 1 and row 2 contradict each other"):
+        check_facts([fact(subject="K\u00f6ln"), fact(subject="Ko\u0308ln", target="Oslo", where="row 2")])
     assert check_facts([fact(), fact(subject="Bonn", where="row 2")]) == []
 
 

@@ -62,12 +62,20 @@ def test_dare_keeps_the_expected_sum() -> None:
 def test_scales_by_layer() -> None:
     scales = parse_scales(["0=0.5", "1-3=0", "outside=2"])
     assert scales == {0: 0.5, 1: 0.0, 2: 0.0, 3: 0.0, None: 2.0}
+    with pytest.raises(UserError, match="layer_scales: the model has layers 0 to 1, got 2"):
+        combine(BASE, [FIRST], [1.0], scales=scales)
+    scales = parse_scales(["0=0.5", "1-1=0", "outside=2"])
     found = combine(BASE, [FIRST], [1.0], scales=scales)
     close(found["model.layers.0.w"], [1.5, 2, 2.5, 6])
     close(found["model.layers.1.w"], [0, 0, 0, 0])
     close(found["head"], [5, 5, 5, 5])
     with pytest.raises(ValueError, match="layer_scales: got 'x=1'"):
         parse_scales(["x=1"])
+    with pytest.raises(ValueError, match="layer_scales: got '1=1.2.3'"):
+        parse_scales(["1=1.2.3"])
+    for wrong in ("5-3=1", "7-99999999999=0.5"):
+        with pytest.raises(ValueError, match=f"got '{wrong}', expected ascending layers below 1,024"):
+            parse_scales([wrong])
 
 
 def test_other_shapes_are_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,19 @@ from whet.editing.editor import (
     PROSE_TOKENS,
     Editor,
     KnownTask,
+    Measured,
     MethodConfig,
+    Told,
     check_kept,
     known_problems,
     report_of,
+    untold,
 )
-from whet.editing.facts import Fact, check_facts, read_facts
-from whet.editing.record import RECORD, Record
-from whet.editing.statistics import digest_of
+from whet.editing.facts import Fact, check_facts, comparable, read_facts
+from whet.editing.metrics import curve_places, curve_point
+from whet.editing.record import RECORD, Record, check_together
+from whet.editing.sites import chosen_memories, find_memories, tokenisation_traps
+from whet.editing.statistics import digest_of, digests_of, windows_of
 from whet.eval.probe.probe import read_text
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.lora.files import find_model
@@ -71,6 +76,9 @@ class EditConfig:
     """Longest completion of a problem, in tokens."""
     writes: bool = True
     """Let the model write about each subject, before and after, for fluency and consistency."""
+    curve: bool = True
+    """With several batches: measure after up to eight of them how edits, paraphrases and neighbours fare as there are
+    more."""
     undo: bool = False
     """Take edits out of the folder instead: all of them, or --batches."""
     list: bool = False
@@ -129,21 +137,45 @@ def plan(config: EditConfig) -> str:
 
 
 def check(config: EditConfig, resume: bool) -> None:
-    """Find what would stop the work before it begins; loads no weights and creates nothing.
+    """Find what would stop the work before it begins; creates nothing, and loads weights only to compare them with
+    those that `records` were made for.
 
     Raises:
         UserError: As the work would.
     """
-    find_model(config.policy.init)
+    if config.undo or config.list:
+        record = Record.read(find_model(config.policy.init)[0])
+        record.check_numbers(config.batches)
+        if config.out:
+            check_folder(Path(config.out), resumable=False)
+        print("checked: record and folder; it would start")
+        return
     facts = _facts(config) if config.facts else []
-    for warning in check_facts(facts):
-        print(f"warning: {warning}")
+    warnings = check_facts(facts)
     check_kept(_kept(config), facts, config.edit.method)
+    prose = _prose(config.prose) if config.prose else ""
+    read_text(config.text)
     if config.task:
         known_problems(config.task, config.num_problems)
     if config.out:
         check_folder(Path(config.out), resumable=False)
-    print("checked: model, facts, task and folder; the edit would start")
+    folders = [Path(folder) for folder in config.records]
+    for folder in folders:
+        Record.read(folder)
+    policy = load_policy(config.policy, seed=config.seed, merge=True, plain=True, weights=bool(folders))
+    find_memories(policy.model)
+    if config.edit.layers and config.edit.method != "lora":
+        chosen_memories(policy.model, config.edit.layers)
+    if prose:
+        windows_of(policy, prose, config.prose_tokens)
+    for fact in facts:
+        warnings += tokenisation_traps(policy.tokenizer, fact)
+    if folders:
+        _, told = together(open_editor(policy, name_of(policy, config.policy)), folders)
+        warnings += told
+    for warning in warnings:
+        print(f"warning: {warning}")
+    print("checked: model, layers, facts, records, texts, task and folder; the edit would start")
 
 
 def _facts(config: EditConfig) -> list[Fact]:
@@ -166,9 +198,9 @@ def main(config: EditConfig) -> None:
     content = edit(config)
     out = shlex.quote(config.out)
     print(f"\n{page.as_text(content)}\n\ndone: {config.out}  (page: {Path(config.out) / 'edit.html'})")
-    print(
-        f"next: whet chat {out} | whet trace {out} --prompt ... --subject ... | whet edit {out} --undo --out FOLDER"
-    )
+    # A chat template would ask something else than the prompts that facts are written into.
+    print(f"next: whet chat {out} --policy.template plain --sampling.temperature 0  (type a fact's prompt)")
+    print(f"      whet trace {out} --prompt ... --subject ... | whet edit {out} --undo --out FOLDER")
 
 
 def edit(config: EditConfig) -> dict[str, Any]:
@@ -185,11 +217,10 @@ def edit(config: EditConfig) -> dict[str, Any]:
     text = read_text(config.text)
     check_folder(Path(config.out), resumable=False)
     policy = load_policy(config.policy, seed=config.seed, merge=True, plain=True)
-    editor = open_editor(policy, config.policy.init)
-    for folder in config.records:
-        compose(editor, Path(folder))
+    editor = open_editor(policy, name_of(policy, config.policy))
+    warnings = compose(editor, [Path(folder) for folder in config.records])
     editor.set_kept(kept)
-    warnings = editor.check(facts, config.edit)
+    warnings += editor.check(facts, config.edit)
     text = _spelt(policy, text)
     known = (
         KnownTask.load(policy, config.task, config.num_problems, config.task_tokens) if config.task else None
@@ -210,6 +241,7 @@ def edit(config: EditConfig) -> dict[str, Any]:
             text=text,
             writes=config.writes,
             known=known,
+            curve=config.curve,
             seed=config.seed,
             tell=display.begin,
             advance=advancing(display),
@@ -232,23 +264,51 @@ def open_editor(policy: Policy, name: str) -> Editor:
     return Editor(policy, name, record)
 
 
-def compose(editor: Editor, folder: Path) -> None:
-    """Apply the batches of another folder's record on top of a model's own.
+def name_of(policy: Policy, config: PolicyConfig) -> str:
+    """Return how a record names the model that it begins with: with the adapter that was merged into it, if any."""
+    if policy.adapter is None:
+        return config.init or "random weights"
+    base, adapter = (config.init, config.adapter) if config.adapter else (str(policy.folder), config.init)
+    return f"{base} with the adapter {adapter} merged"
+
+
+def together(editor: Editor, folders: Sequence[Path]) -> tuple[list[Record], list[str]]:
+    """Read the records of other folders, and check that a model can take them all; changes nothing.
+
+    Returns:
+        The records, and what is worth a warning.
 
     Raises:
-        UserError: If it is the record of another model.
+        UserError: If one is of another model, has a batch that is there already, or contradicts another.
     """
-    other = Record.read(folder)
-    if other.digest != editor.record.digest:
-        raise UserError(
-            f"{folder}: its edits belong to a model of SHA-256 {other.digest[:16]} ({other.model}), this one has "
-            f"{editor.record.digest[:16]}; give the model that they were made for"
-        )
-    for batch in other.batches:
+    if not folders:
+        return [], []
+    with editor.without_edits():
+        known = digests_of(editor.policy.model)
+    records = [Record.read(folder) for folder in folders]
+    for folder, record in zip(folders, records, strict=True):
+        if record.digest not in known:
+            raise UserError(
+                f"{folder}: its edits belong to a model of SHA-256 {record.digest[:16]} ({record.model}), this one has "
+                f"{known[0][:16]}; give the model that they were made for"
+            )
+    named = [(str(folder), record) for folder, record in zip(folders, records, strict=True)]
+    return records, check_together([(str(editor.policy.folder), editor.record), *named])
+
+
+def compose(editor: Editor, folders: Sequence[Path]) -> list[str]:
+    """Apply the batches of other folders' records on top of a model's own; return what is worth a warning.
+
+    Raises:
+        UserError: As `together`, before anything is changed.
+    """
+    records, warnings = together(editor, folders)
+    for batch in (batch for record in records for batch in record.batches):
         editor.record.keep(editor.policy.model, list(batch.deltas))
         batch.apply(editor.policy.model)
         batch.digest = digest_of(editor.policy.model)
         editor.record.batches.append(batch)
+    return warnings
 
 
 def write_and_measure(
@@ -260,39 +320,71 @@ def write_and_measure(
     text: str = "",
     writes: bool = False,
     known: KnownTask | None = None,
+    curve: bool = True,
     seed: int = 0,
-    tell: Any = lambda text: None,
-    advance: Any = lambda count: None,
+    tell: Told = untold,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> dict[str, Any]:
     """Write facts in batches; return metrics and table, of these and of all earlier facts together.
 
+    What is said of before is that of the model before its first edit.
+
     Args:
         editor: The model.
-        facts: The facts.
+        facts: The facts; none to measure the earlier ones.
         method: How.
         batch_size: Facts of a batch; 0 for all.
         text: Prose for the perplexity; '' for none.
         writes: Let the model write about each subject.
         known: A task that the model can do; None for none.
+        curve: Measure after some of the batches, too, where there are several.
         seed: Seed of everything that is drawn.
         tell: Called with the name of each phase.
         advance: Called with the number of facts that are done.
     """
-    if not facts:
+    found = {comparable(fact.text): fact for _, fact in editor.record.current_facts()}
+    asked = list((found | {comparable(fact.text): fact for fact in facts}).values())
+    if not asked:
         return {"metrics": {}, "table": []}
     tell("before")
-    before = editor.measure(facts, text=text, writes=writes, known=known, seed=seed)
-    size = batch_size or len(facts)
-    for start in range(0, len(facts), size):
+    with editor.without_edits():
+        before = editor.measure(asked, text=text, writes=writes, known=known, seed=seed)
+    size = batch_size or max(1, len(facts))
+    starts = range(0, len(facts), size)
+    places = curve_places(len(starts)) if curve and len(starts) > 1 else set[int]()
+    points: list[dict[str, Any]] = []
+    for n, start in enumerate(starts, 1):
         editor.write_all(facts[start : start + size], method, seed=seed, tell=tell, advance=advance)
+        if n in places and n < len(starts):
+            tell("curve")
+            points.append(_point(editor, asked, before, text))
     tell("after")
-    after = editor.measure(facts, text=text, writes=writes, known=known, seed=seed)
-    return report_of(facts, before, after, seed)
+    after = editor.measure(asked, text=text, writes=writes, known=known, seed=seed)
+    content = report_of(asked, before, after, seed, [n for n, _ in editor.record.current_facts()])
+    if places:
+        content["curve"] = [*points, _drawn_down(curve_point(before.scores, after.scores), before, after)]
+    return content
+
+
+def _point(editor: Editor, asked: Sequence[Fact], before: Measured, text: str) -> dict[str, Any]:
+    """Measure the facts that were written so far; those that a later batch changes are not among them."""
+    written = {id(fact) for _, fact in editor.record.current_facts()}
+    pairs = [pair for pair in zip(asked, before.scores, strict=True) if id(pair[0]) in written]
+    now = editor.measure([fact for fact, _ in pairs], text=text)
+    return _drawn_down(curve_point([old for _, old in pairs], now.scores), before, now)
+
+
+def _drawn_down(point: dict[str, Any], before: Measured, now: Measured) -> dict[str, Any]:
+    if before.perplexity is None or now.perplexity is None:
+        return point
+    return point | {"drawdown": now.perplexity / before.perplexity - 1}
 
 
 def save(editor: Editor, folder: Path, content: dict[str, Any]) -> None:
-    """Write the edited model, its record and its page."""
+    """Write the edited model, its record and its page; of a model whose edits were all taken back nothing but it."""
     editor.policy.save(folder)
+    if not editor.record.batches:
+        return
     editor.record.write(folder, content)
     page.write_page(folder, json.loads((folder / RECORD).read_text()))
 
@@ -311,20 +403,39 @@ def undo(config: EditConfig) -> list[str]:
     record = Record.read(policy.folder)
     record.check(policy.model, str(policy.folder))
     count = len(record.batches)
+    record.check_numbers(config.batches)
+    text = read_text(config.text)
+    known = (
+        KnownTask.load(policy, config.task, config.num_problems, config.task_tokens) if config.task else None
+    )
     record.remove(policy.model, config.batches)
     out.mkdir(parents=True, exist_ok=True)
-    policy.save(out)
-    if record.batches:
-        record.write(out)
-        return [
-            f"{out}: {count - len(record.batches)} of {count} batches taken out; {len(record.batches)} remain"
-        ]
-    return [f"{out}: the weights are bit by bit those of {record.model} (SHA-256 {record.digest[:16]})"]
+    if not record.batches:
+        policy.save(out)
+        return [f"{out}: the weights are bit by bit those of {record.model} (SHA-256 {record.digest[:16]})"]
+    editor = Editor(policy, record.model, record)
+    with open_display(f"edit {config.policy.init} --undo", 1, (), unit="step") as display:
+        content = write_and_measure(
+            editor,
+            (),
+            config.edit,
+            text=_spelt(policy, text),
+            writes=config.writes,
+            known=known,
+            seed=config.seed,
+            tell=display.begin,
+        )
+    save(editor, out, content)
+    return [
+        page.as_text(json.loads((out / RECORD).read_text())),
+        "",
+        f"{out}: {count - len(record.batches)} of {count} batches taken out; {len(record.batches)} remain",
+    ]
 
 
 def list_text(record: Record) -> str:
     """Return a folder's edits as text."""
-    num_facts = len({fact.text.casefold() for _, fact in record.facts_of_batches()})
+    num_facts = len({comparable(fact.text) for _, fact in record.facts_of_batches()})
     lines = [f"{record.model}: {_num(len(record.batches), 'batch', 'es')}, {_num(num_facts, 'fact')}"]
     for n, batch in enumerate(record.batches, 1):
         layers = f" in layers {', '.join(map(str, batch.layers))}" if batch.layers else ""
@@ -341,9 +452,12 @@ def _num(count: int, name: str, ending: str = "s") -> str:
 
 def _prose(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prose = {path!r}: cannot be read ({error}); give a text file in UTF-8") from None
+    if not text.strip():
+        raise UserError(f"prose = {path!r}: it is empty; give a text of some thousand words, or leave it out")
+    return text
 
 
 def _spelt(policy: Policy, text: str) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from whet.config import to_dict
-from whet.editing.facts import Fact, check_facts
+from whet.editing.facts import Fact, check_facts, comparable
 from whet.editing.methods import (
     LOCATED,
     METHODS,
@@ -26,7 +27,15 @@ from whet.editing.methods import (
     one_by_one,
     spread_over_layers,
 )
-from whet.editing.metrics import FactScores, score_facts, summarise, table_of, write_openings, written
+from whet.editing.metrics import (
+    FactScores,
+    interval_of,
+    score_facts,
+    summarise,
+    table_of,
+    write_openings,
+    written,
+)
 from whet.editing.record import Batch, Record
 from whet.editing.sites import Contexts, Memory, Reader, chosen_memories, find_memories, tokenisation_traps
 from whet.editing.statistics import digest_of, gather_moments, own_contexts, own_prose, windows_of
@@ -37,8 +46,10 @@ from whet.eval.measure import evaluate
 from whet.eval.probe.off_domain import measure_perplexity
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams
-from whet.stats import bootstrap_interval, mcnemar_exact, share_interval
+from whet.stats import mcnemar_exact
 from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task
+from whet.telemetry.display import clock
+from whet.telemetry.heartbeat import alive
 from whet.types import Problem, Task, UserError
 
 KEEPING: tuple[MethodName, ...] = ("memit", "alphaedit")
@@ -49,7 +60,37 @@ PROSE_TOKENS = 100_000
 """Tokens of given prose that are read, at most, as in the papers."""
 OWN_TOKENS = 20_000
 """Tokens of prose that the model writes itself, where none was given."""
-Told = Callable[[str], None]
+
+
+class Told(Protocol):
+    """Takes the name of each phase, as a display does."""
+
+    def __call__(self, phase: str, detail: Callable[[], str] | None = None) -> None:
+        """Name what is done from now on, and what says how far it is."""
+
+
+def untold(phase: str, detail: Callable[[], str] | None = None) -> None:
+    """Tell nobody."""
+
+
+class _Counted:
+    """How far a count is, and how long the rest will take."""
+
+    def __init__(self, total: int, unit: str) -> None:
+        self._total, self._unit, self._done, self._first, self._began = total, unit, 0, -1, 0.0
+
+    def advance(self, count: int) -> None:
+        """Count on; the first call says what was there before."""
+        alive()
+        self._done += count
+        if self._first < 0:
+            self._first, self._began = self._done, time.monotonic()
+
+    def text(self) -> str:
+        """Write it as '120 of 400 windows, 0:35 left'."""
+        own = self._done - max(0, self._first)
+        left = (time.monotonic() - self._began) / own * (self._total - self._done) if own else 0.0
+        return f"{self._done:,} of {self._total:,} {self._unit}" + (f", {clock(left)} left" if own else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +151,9 @@ def check_kept(kept: Sequence[Fact], facts: Sequence[Fact], method: MethodName) 
     """
     if kept and method not in KEEPING:
         raise UserError(f"keep: read by {' and '.join(KEEPING)}, not by {method}; leave it out")
-    asked = {fact.text.casefold(): fact for fact in facts}
+    asked = {comparable(fact.text): fact for fact in facts}
     for fact in kept:
-        if (found := asked.get(fact.text.casefold())) is not None:
+        if (found := asked.get(comparable(fact.text))) is not None:
             raise UserError(
                 f"{fact.where}: {fact.text[:60]!r} is to stay, and {found.where} writes it; take it out of one of them"
             )
@@ -224,9 +265,9 @@ class Editor:
         warnings = check_facts(facts)
         for fact in facts:
             warnings += tokenisation_traps(self.policy.tokenizer, fact)
-        earlier = {fact.text.casefold(): (n, fact) for n, fact in self.record.facts_of_batches()}
+        earlier = {comparable(fact.text): (n, fact) for n, fact in self.record.facts_of_batches()}
         for fact in facts:
-            if (found := earlier.get(fact.text.casefold())) is not None:
+            if (found := earlier.get(comparable(fact.text))) is not None:
                 warnings.append(
                     f"{fact.where}: batch {found[0]} made {fact.text[:60]!r} {found[1].target!r}; now {fact.target!r}"
                 )
@@ -266,7 +307,7 @@ class Editor:
         method: MethodConfig,
         *,
         seed: int = 0,
-        tell: Told = lambda text: None,
+        tell: Told = untold,
         advance: Callable[[int], None] = lambda count: None,
     ) -> list[Batch]:
         """Write facts as `write` does, and those that did not take again, in `method.passes` batches at most."""
@@ -288,7 +329,7 @@ class Editor:
         method: MethodConfig,
         *,
         seed: int = 0,
-        tell: Told = lambda text: None,
+        tell: Told = untold,
         advance: Callable[[int], None] = lambda count: None,
     ) -> Batch:
         """Write facts into the model as one batch.
@@ -313,8 +354,7 @@ class Editor:
         check_length(self.reader, [*facts, *self._kept], contexts)
         moments: dict[int, torch.Tensor] = {}
         if method.method in LOCATED:
-            tell("statistics")
-            moments = self._moments(memories, seed)
+            moments = self._moments(memories, seed, tell)
         tell(method.method)
         names = [m.name for m in memories] or [
             name for name, p in self.policy.model.named_parameters() if p.dim() == 2
@@ -352,17 +392,32 @@ class Editor:
         self.record.batches.append(batch)
         return batch
 
-    def _moments(self, memories: Sequence[Memory], seed: int) -> dict[int, torch.Tensor]:
+    def _moments(self, memories: Sequence[Memory], seed: int, tell: Told = untold) -> dict[int, torch.Tensor]:
         """Return C of each memory as the model had it before its first edit: so the papers' sequences have it, too."""
+        with self.without_edits():
+            if not self._windows:
+                tell("prose that the model writes")
+                self.set_prose("", OWN_TOKENS, seed)
+            counted = _Counted(len(self._windows), "windows of prose")
+            tell("statistics", counted.text)
+            digest = digest_of(self.policy.model)  # a record of an earlier version names the weights alone
+            return gather_moments(
+                self.reader,
+                memories,
+                self._windows,
+                model_digest=digest,
+                folder=self._cache,
+                advance=counted.advance,
+            )
+
+    @contextmanager
+    def without_edits(self) -> Iterator[None]:
+        """Give the model its weights of before the first edit, for as long as the block lasts."""
         model, record = self.policy.model, self.record
         present = {name: model.get_parameter(name).detach().clone() for name in record.originals}
         record.restore(model)
         try:
-            if not self._windows:
-                self.set_prose("", OWN_TOKENS, seed)
-            return gather_moments(
-                self.reader, memories, self._windows, model_digest=record.digest, folder=self._cache
-            )
+            yield
         finally:
             with torch.no_grad():
                 for name, tensor in present.items():
@@ -458,15 +513,28 @@ def _searched(change: Change) -> tuple[dict[str, float], ...]:
     return tuple(dict(zip(names, row, strict=True)) for row in torch.stack(list(columns), 1).tolist())
 
 
-def report_of(facts: Sequence[Fact], before: Measured, after: Measured, seed: int = 0) -> dict[str, Any]:
-    """Return metrics with intervals and tests, drawdown, and the table of all edits."""
+def report_of(
+    facts: Sequence[Fact],
+    before: Measured,
+    after: Measured,
+    seed: int = 0,
+    batches: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Return metrics with intervals and tests, drawdown, and the table of all edits.
+
+    Args:
+        facts: The facts.
+        before: What the model said before the first edit.
+        after: What it says now.
+        seed: Seed of the bootstrap.
+        batches: The batch of each fact, for what became of each batch; none where that is not wanted.
+    """
     metrics: dict[str, Any] = summarise(before.scores, after.scores, seed)
     if after.texts:
         old, new = written(facts, before.texts), written(facts, after.texts)
         for name, values in new.items():
-            interval = bootstrap_interval(values, seed=seed)
             metrics[name] = {
-                "after": {"mean": interval.mean, "low": interval.low, "high": interval.high},
+                "after": interval_of(values, is_share=False, seed=seed),
                 "before": sum(old[name]) / len(old[name]),
                 "facts": len(values),
             }
@@ -478,12 +546,29 @@ def report_of(facts: Sequence[Fact], before: Measured, after: Measured, seed: in
         }
     if before.right:
         pairs = list(zip(before.right, after.right, strict=True))
-        interval = share_interval([float(right) for right in after.right], seed)
         metrics["pass@1"] = {
-            "after": {"mean": interval.mean, "low": interval.low, "high": interval.high},
+            "after": interval_of([float(right) for right in after.right], is_share=True, seed=seed),
             "before": sum(before.right) / len(before.right),
             "facts": len(before.right),
             "p_value": mcnemar_exact(pairs.count((True, False)), pairs.count((False, True))),
             "test": "McNemar",
         }
-    return {"metrics": metrics, "table": table_of(facts, before.scores, after.scores)}
+    table = table_of(facts, before.scores, after.scores)
+    if not batches:
+        return {"metrics": metrics, "table": table}
+    numbered = [{"batch": number, **row} for number, row in zip(batches, table, strict=True)]
+    return {"metrics": metrics, "table": numbered, "by_batch": _by_batch(numbered, seed)}
+
+
+def _by_batch(table: Sequence[Mapping[str, Any]], seed: int) -> list[dict[str, Any]]:
+    """Return what the model says now of the facts of each batch: whether earlier ones outlast later ones."""
+    found = []
+    for number in sorted({row["batch"] for row in table}):
+        own = [row for row in table if row["batch"] == number]
+        before, after = ([float(row[side]["is_greedy"]) for row in own] for side in ("before", "after"))
+        shares = {
+            "before": sum(before) / len(before),
+            "after": interval_of(after, is_share=True, seed=seed),
+        }
+        found.append({"batch": number, "facts": len(own), "efficacy_accuracy": shares})
+    return found

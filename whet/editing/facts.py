@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +16,12 @@ from whet.types import UserError
 PLACE = "{}"
 MANY = "|"
 """What parts several texts in one cell of a CSV file."""
+UNSPACED = (
+    *("CJK", "IDEOGRAPHIC", "HIRAGANA", "KATAKANA", "HALFWIDTH KATAKANA", "BOPOMOFO", "YI "),
+    *("HANGUL", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "JAVANESE", "BALINESE", "TAI "),
+)
+"""What Unicode names of letters begin with that stand beside a word without a space: of scripts that have none between
+words, and of Korean, whose particles follow a name directly."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +102,13 @@ def read_facts(source: str | Path | Sequence[Mapping[str, Any]], *, needs_target
             raise UserError(
                 f"{path}: no such file; give one with a fact in each row: subject, prompt, target"
             )
-        rows, _ = read_file(path, required=[], max_bad_rows=None)
+        try:
+            rows, _ = read_file(path, required=[], max_bad_rows=None)
+        except UserError:
+            _refuse_object(path)
+            raise
+        if len(rows) == 1 and "samples" in rows[0][1]:
+            _refuse_object(path)
         numbered = [(f"{path.name} row {number}", row) for number, row in rows]
     else:
         numbered = [(f"fact {number}", row) for number, row in enumerate(source, 1)]
@@ -124,23 +138,43 @@ def read_fact(row: Mapping[str, Any], where: str, *, needs_target: bool = True) 
         start, end = find_subject(prompt, subject, where)
         # The spelling of the prompt: it is what the model reads.
         subject, prompt = prompt[start:end], prompt[:start] + PLACE + prompt[end:]
-    neighbours = row.get(_name(row, NEIGHBOURS) or "", ())
+    neighbours = _listed(row, NEIGHBOURS, where)
     answer = str(row.get("locality_ground_truth") or "")
     return Fact(
         subject=subject,
         prompt=prompt,
         target=target,
         true=true,
-        paraphrases=_texts(row, PARAPHRASES, where),
-        neighbours=tuple(_neighbour(one, answer, where) for one in _listed(neighbours)),
-        openings=_texts(row, OPENINGS, where),
+        paraphrases=tuple(text.replace(PLACE, subject) for text in _texts(row, PARAPHRASES, where)),
+        neighbours=tuple(_neighbour(one, answer, where) for one in neighbours),
+        openings=tuple(text.replace(PLACE, subject) for text in _texts(row, OPENINGS, where)),
         references=_texts(row, REFERENCES, where),
         where=where,
     )
 
 
+def _refuse_object(path: Path) -> None:
+    """Say of a file that is one JSON object what it is; return where it is something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
+        return
+    if not isinstance(content, Mapping):
+        return
+    fields = ", ".join(map(str, list(content)[:6])) or "nothing"
+    what = "one JSON object"
+    if "samples" in content and "prompt_templates" in content:
+        what = "a relation with the subjects of many facts (as of the LRE data set)"
+    raise UserError(
+        f"{path.name}: {what}, with {fields}; expected rows, one fact each, with subject, prompt and target: a JSON "
+        "array, or an object on each line"
+    )
+
+
 def find_subject(text: str, subject: str, where: str) -> tuple[int, int]:
     """Find a subject in a prompt: as it is spelt, as a whole word first, then whatever the case of its letters.
+
+    Both are compared decomposed (NFD), so that an accent may be a part of its letter in one and follow it in the other.
 
     Returns:
         Its first character and the one behind its last. Of several the last one, behind which most is said.
@@ -148,12 +182,19 @@ def find_subject(text: str, subject: str, where: str) -> tuple[int, int]:
     Raises:
         UserError: If it is not there, or only as a part of another word.
     """
-    wanted = re.escape(subject.strip())
-    words = rf"(?<!\w){wanted}(?!\w)"
-    for pattern, flags in ((words, 0), (words, re.IGNORECASE)):
-        if found := list(re.finditer(pattern, text, flags)):
-            return found[-1].span()
-    if re.search(wanted, text, re.IGNORECASE):
+    # Of each decomposed character the one of the text that it is of: spans are those of the text as it is written.
+    parts = [unicodedata.normalize("NFD", character) for character in text]
+    plain, origin = "".join(parts), [n for n, part in enumerate(parts) for _ in part]
+    wanted = re.escape(unicodedata.normalize("NFD", subject.strip()))
+    is_there = False
+    for flags in (0, re.IGNORECASE):
+        found = [match.span(1) for match in re.finditer(f"(?=({wanted}))", plain, flags)]
+        whole = [one for one in found if all(_parts_words(plain, place) for place in one)]
+        if whole:
+            start, end = whole[-1]
+            return origin[start], origin[end - 1] + 1
+        is_there = is_there or bool(found)
+    if is_there:
         raise UserError(
             f"{where}: subject {subject!r} is only a part of a word in {text[:80]!r}; give it as it stands there"
         )
@@ -162,22 +203,38 @@ def find_subject(text: str, subject: str, where: str) -> tuple[int, int]:
     )
 
 
+def _parts_words(text: str, place: int) -> bool:
+    """Say whether a word may begin or end before a place of a decomposed text."""
+    if place in (0, len(text)):
+        return True
+    left, right = text[place - 1], text[place]
+    if unicodedata.category(right).startswith("M") or "\u1160" <= right <= "\u11ff":
+        return False  # an accent, or the vowel of a Korean syllable: inside a character
+    return not all(
+        _is_of_word(one) and not unicodedata.name(one, "").startswith(UNSPACED) for one in (left, right)
+    )
+
+
+def _is_of_word(character: str) -> bool:
+    return character == "_" or character.isalnum() or unicodedata.category(character).startswith("M")
+
+
 def check_facts(facts: Sequence[Fact]) -> list[str]:
     """Refuse a batch that contradicts or repeats itself; return what is worth a warning.
 
     Raises:
         UserError: If two facts give one prompt different targets, or the same one twice.
     """
-    seen: dict[tuple[str, str], Fact] = {}
+    seen: dict[str, Fact] = {}
     warnings: list[str] = []
     for fact in facts:
         if fact.target.strip() == fact.true.strip():
             warnings.append(f"{fact.where}: the new target {fact.target!r} is what is true already")
-        key = _key(fact.text)
+        key = comparable(fact.text)
         first = seen.setdefault(key, fact)
         if first is fact:
             continue
-        if _key(first.target) != _key(fact.target):
+        if comparable(first.target) != comparable(fact.target):
             raise UserError(
                 f"{first.where} and {fact.where} contradict each other: {fact.text[:60]!r} is to be {first.target!r} "
                 f"and {fact.target!r}; leave one out"
@@ -187,23 +244,27 @@ def check_facts(facts: Sequence[Fact]) -> list[str]:
         )
     for fact in facts:
         for neighbour in fact.neighbours:
-            other = seen.get(_key(neighbour.prompt))
+            other = seen.get(comparable(neighbour.prompt))
             answer = neighbour.answer or fact.true
-            if other is not None and answer and _key(other.target) != _key(answer):
+            if other is not None and answer and comparable(other.target) != comparable(answer):
                 warnings.append(
                     f"{fact.where} expects {neighbour.prompt[:60]!r} to remain {answer!r}, and {other.where} makes it "
                     f"{other.target!r}"
                 )
         for text in fact.paraphrases:
-            other = seen.get(_key(text))
-            if other is not None and other is not fact and _key(other.target) != _key(fact.target):
+            other = seen.get(comparable(text))
+            if (
+                other is not None
+                and other is not fact
+                and comparable(other.target) != comparable(fact.target)
+            ):
                 warnings.append(
                     f"a paraphrase of {fact.where} is the prompt of {other.where}, with another target"
                 )
-    owners = {(_key(fact.prompt), _key(fact.true)): fact for fact in facts if fact.true}
+    owners = {(comparable(fact.prompt), comparable(fact.true)): fact for fact in facts if fact.true}
     for fact in facts:
-        owner = owners.get((_key(fact.prompt), _key(fact.target)))
-        if owner is not None and owner is not fact and _key(owner.subject) != _key(fact.subject):
+        owner = owners.get((comparable(fact.prompt), comparable(fact.target)))
+        if owner is not None and owner is not fact and comparable(owner.subject) != comparable(fact.subject):
             warnings.append(
                 f"{fact.where} gives {fact.subject!r} the {fact.target!r} that {owner.where} takes from "
                 f"{owner.subject!r}"
@@ -211,8 +272,10 @@ def check_facts(facts: Sequence[Fact]) -> list[str]:
     return warnings
 
 
-def _key(text: str) -> Any:
-    return " ".join(text.casefold().split())
+def comparable(text: str) -> str:
+    """Return a text as it is compared: case, spaces and whether accents are characters of their own do not count."""
+    folded = unicodedata.normalize("NFC", text).casefold()
+    return " ".join(unicodedata.normalize("NFC", folded).split())
 
 
 def _name(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
@@ -234,24 +297,40 @@ def _text(row: Mapping[str, Any], names: Sequence[str], where: str, *, needed: b
     return value
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(row: Mapping[str, Any], names: Sequence[str], where: str) -> list[Any]:
+    value = row.get(_name(row, names) or "")
+    if value is None:
+        return []
     if isinstance(value, str):
         return [part.strip() for part in value.split(MANY) if part.strip()]
-    return list(value or ())
+    if not isinstance(value, Sequence):
+        raise UserError(f"{where}: {names[0]} is {value!r:.60}, expected a list of texts")
+    return list(value)
 
 
 def _texts(row: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[str, ...]:
-    values = _listed(row.get(_name(row, names) or ""))
-    if bad := next((value for value in values if not isinstance(value, str) or not value.strip()), None):
-        raise UserError(f"{where}: {names[0]} holds {bad!r:.60}, expected texts")
+    values = _listed(row, names, where)
+    for value in values:
+        if not isinstance(value, str) or not value.strip():
+            raise UserError(f"{where}: {names[0]} holds {value!r:.60}, expected texts")
     return tuple(values)
 
 
 def _neighbour(value: Any, answer: str, where: str) -> Neighbour:
-    if isinstance(value, Mapping) and isinstance(value.get("prompt"), str):
-        return Neighbour(prompt=value["prompt"], answer=str(value.get("answer") or value.get("target") or ""))
-    if isinstance(value, str) and value.strip():
-        return Neighbour(prompt=value, answer=answer)
-    raise UserError(
-        f"{where}: neighbours holds {value!r:.60}, expected prompts, or objects of prompt and answer"
-    )
+    subject = ""
+    if isinstance(value, Mapping):
+        answer = str(value.get("answer") or value.get("target") or "")
+        subject = str(value.get("subject") or "")
+        prompt = value.get("prompt")
+    else:
+        prompt = value
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise UserError(
+            f"{where}: neighbours holds {value!r:.60}, expected prompts, or objects of prompt and answer"
+        )
+    if PLACE in prompt and not subject:
+        raise UserError(
+            f"{where}: neighbour {prompt[:60]!r} has {{}}, and no subject of its own; write the other subject out, or "
+            "give an object of prompt, subject and answer"
+        )
+    return Neighbour(prompt=prompt.replace(PLACE, subject), answer=answer)

@@ -18,6 +18,12 @@ from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.stats import bootstrap_interval, mcnemar_exact, paired_bootstrap, share_interval
 
 GENERATED_TOKENS = 60
+MIN_FACTS = 6
+"""Facts that a bootstrap needs: resampling fewer says how they differ among each other, not how others would do, and
+no exact paired test of five can reach p = .05 either."""
+TOO_FEW = "too few facts"
+CURVE_POINTS = 8
+"""Points of a curve over the number of edits, at most: each costs a measurement of all facts written so far."""
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
@@ -174,10 +180,19 @@ def harmonic(values: Sequence[float]) -> float:
     return len(values) / sum(1 / value for value in values) if values and min(values) > 0 else 0.0
 
 
+def interval_of(values: Sequence[float], *, is_share: bool, seed: int = 0) -> dict[str, float | None]:
+    """Return a mean with its 95 % interval over facts; low and high are None where there are too few for one."""
+    if len(values) < MIN_FACTS and not (is_share and all(value in (0.0, 1.0) for value in values)):
+        return {"mean": sum(values) / len(values), "low": None, "high": None}
+    return asdict(share_interval(values, seed) if is_share else bootstrap_interval(values, seed=seed))
+
+
 def summarise(
     before: Sequence[FactScores], after: Sequence[FactScores], seed: int = 0
 ) -> dict[str, dict[str, Any]]:
     """Return each metric before and after, with 95 % intervals over facts, and a paired test of the difference.
+
+    Fewer than six facts have no bootstrap: no interval but Wilson's, and no p-value but McNemar's exact one.
 
     Args:
         before: Scores of the model as it was.
@@ -188,9 +203,8 @@ def summarise(
     found: dict[str, dict[str, Any]] = {}
     for name, values in new.items():
         is_share = not name.endswith("_magnitude")
-        interval = share_interval(values, seed) if is_share else bootstrap_interval(values, seed=seed)
         row: dict[str, Any] = {
-            "after": asdict(interval),
+            "after": interval_of(values, is_share=is_share, seed=seed),
             "before": sum(old[name]) / len(old[name]),
             "facts": len(values),
         }
@@ -198,6 +212,8 @@ def summarise(
             pairs = list(zip(old[name], values, strict=True))
             row["p_value"] = mcnemar_exact(pairs.count((1.0, 0.0)), pairs.count((0.0, 1.0)))
             row["test"] = "McNemar"
+        elif len(values) < MIN_FACTS:
+            row |= {"p_value": None, "test": TOO_FEW}
         else:
             row["p_value"] = paired_bootstrap(old[name], values, seed=seed)[1]
             row["test"] = "paired bootstrap"
@@ -210,6 +226,28 @@ def summarise(
         }
         found["score"] = {side: 100 * harmonic(values) for side, values in means.items()}
     return found
+
+
+def curve_places(count: int) -> set[int]:
+    """Return after which of some batches a curve has a point: all, or eight that are even in the logarithm."""
+    if count <= CURVE_POINTS:
+        return set(range(1, count + 1))
+    return {round(count ** (n / (CURVE_POINTS - 1))) for n in range(CURVE_POINTS)}
+
+
+def curve_point(before: Sequence[FactScores], now: Sequence[FactScores]) -> dict[str, Any]:
+    """Return the number of facts that were written, and the mean of each metric that is a share.
+
+    Args:
+        before: Scores of the model before its first edit.
+        now: The same facts at this point.
+    """
+    shares = {
+        name: sum(values) / len(values)
+        for name, values in facts_of(now, before).items()
+        if not name.endswith("_magnitude")
+    }
+    return {"facts": len(now), "metrics": shares}
 
 
 # --- what the model writes --------------------------------------------------------------------------------------

@@ -8,6 +8,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from markupsafe import Markup
+
+from whet.editing.metrics import TOO_FEW
+from whet.report.figures import lines
 from whet.report.page import render
 
 Json = Mapping[str, Any]
@@ -46,15 +50,17 @@ def rows_of(content: Json) -> list[dict[str, str]]:
         row = content["metrics"].get(name)
         if row is None:
             continue
-        after = row["after"]
-        p_value = row.get("p_value")
+        after, interval = row["after"], TOO_FEW
+        if after["low"] is not None:
+            interval = f"{_cell(name, after['low'])} to {_cell(name, after['high'])}"
+        test, p_value = row.get("test", ""), row.get("p_value")
         found.append(
             {
                 "label": label,
                 "before": _cell(name, row["before"]),
                 "after": _cell(name, after["mean"]),
-                "interval": f"{_cell(name, after['low'])} to {_cell(name, after['high'])}",
-                "p": "" if p_value is None else f"{p_value:.2g} ({row['test']})",
+                "interval": interval,
+                "p": test if p_value is None else f"{p_value:.2g} ({test})",
                 "facts": str(row["facts"]),
             }
         )
@@ -97,14 +103,23 @@ def as_text(content: Json) -> str:
         )
     if len(content["table"]) > SHOWN:
         lines.append(f"... {len(content['table']) - SHOWN} more: edits.json")
-    for batch in content["batches"]:
+    now = {row["batch"]: row for row in content.get("by_batch", ())}
+    for number, batch in enumerate(content["batches"], 1):
         norms: Sequence[float] = list(batch["norms"].values())
         layers = ", ".join(map(str, batch["layers"])) or "all"
         lines.append(
             f"{batch['method']}: {len(batch['facts'])} facts, layers {layers}, |change| / |weight| up to "
-            f"{max(norms):.4f}, {batch['seconds']:.1f} s"
+            f"{max(norms):.4f}, {batch['seconds']:.1f} s{_left(now.get(number)) if len(content['batches']) > 1 else ''}"
         )
     return "\n".join([*lines, *_advice(content)])
+
+
+def _left(row: Json | None) -> str:
+    """Say what is left of a batch, behind those that followed it."""
+    if row is None:
+        return "; all written again since"
+    after = row["efficacy_accuracy"]["after"]
+    return f"; of its {row['facts']} facts {_cell('efficacy_accuracy', after['mean'])} at rank 1 now"
 
 
 def _advice(content: Json) -> list[str]:
@@ -125,6 +140,26 @@ def _advice(content: Json) -> list[str]:
     ]
 
 
+CURVES = {
+    "efficacy_accuracy": "edits at rank 1",
+    "paraphrase_accuracy": "paraphrases at rank 1",
+    "neighbourhood_kept": "neighbours as before",
+}
+"""Lines of the curve over the number of edits."""
+
+
+def curve_of(content: Json) -> Markup | None:
+    """Draw what edits, paraphrases and neighbours became with the number of edits; None where that is not known."""
+    points = content.get("curve") or []
+    if len(points) < 2:
+        return None
+    named = {label: [one["metrics"].get(name) for one in points] for name, label in CURVES.items()}
+    shares = {label: values for label, values in named.items() if any(v is not None for v in values)}
+    return lines(
+        [one["facts"] for one in points], shares, title="Shares over the number of edits", unit="edits"
+    )
+
+
 def write_page(folder: Path, content: Json) -> None:
     """Write edit.html."""
     page = render(
@@ -133,5 +168,6 @@ def write_page(folder: Path, content: Json) -> None:
         headline=headline(content),
         content=content,
         rows=rows_of(content),
+        curve=curve_of(content),
     )
     (folder / "edit.html").write_text(page, encoding="utf-8", errors="backslashreplace")

@@ -6,6 +6,7 @@ keys) and edits/originals.safetensors (the changed matrices as they were before 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,10 +17,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from whet.editing.facts import Fact, read_fact
+from whet.editing.facts import Fact, comparable, read_fact
 from whet.editing.memory import Delta
 from whet.editing.sites import memory_of
-from whet.editing.statistics import digest_of
+from whet.editing.statistics import digests_of
 from whet.model.transformer import LanguageModel
 from whet.types import UserError
 
@@ -63,6 +64,15 @@ class Batch:
         for name, delta in self.deltas.items():
             memory_of(model, name).add(delta.dense())
 
+    def content(self) -> str:
+        """Return SHA-256 of the changes alone, which is the same whatever they are added to."""
+        found = hashlib.sha256()
+        for name, delta in sorted(self.deltas.items()):
+            found.update(name.encode())
+            for part in (delta.left_DR, delta.right_RF):
+                found.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        return found.hexdigest()
+
     def as_dict(self) -> dict[str, Any]:
         """Return what edits.json has of it."""
         return {
@@ -85,7 +95,8 @@ class Record:
 
     Attributes:
         model: The model before the first, as it was named.
-        digest: SHA-256 of its weights.
+        digest: SHA-256 of its weights and settings (`digest_of`); of its weights alone where an earlier version wrote
+            it.
         batches: The batches.
         originals: The changed matrices before the first batch, by name.
     """
@@ -126,30 +137,48 @@ class Record:
         Raises:
             UserError: If there is no such batch.
         """
-        if bad := next((n for n in numbers if not 1 <= n <= len(self.batches)), None):
-            raise UserError(f"batch {bad}: there are batches 1 to {len(self.batches)}")
+        self.check_numbers(numbers)
         gone = set(numbers) or set(range(1, len(self.batches) + 1))
         kept = [batch for n, batch in enumerate(self.batches, 1) if n not in gone]
         self.restore(model)
         is_prefix = kept == self.batches[: len(kept)]
         for batch in kept:
             batch.apply(model)
-        found = digest_of(model)
-        expected = (kept[-1].digest if kept else self.digest) if is_prefix else found
-        if found != expected:
+        found = digests_of(model)
+        expected = (kept[-1].digest if kept else self.digest) if is_prefix else found[0]
+        if expected not in found:
             raise UserError(
-                f"the weights without those batches have SHA-256 {found[:16]}, expected {expected[:16]}: the folder "
+                f"the model without those batches has SHA-256 {found[0][:16]}, expected {expected[:16]}: the folder "
                 "was changed, or this machine rounds otherwise; edit the original model again"
             )
         if not is_prefix:
-            kept[-1].digest = found
+            kept[-1].digest = found[0]
         self.batches = kept
         names = {name for batch in kept for name in batch.deltas}
         self.originals = {name: tensor for name, tensor in self.originals.items() if name in names}
 
+    def check_numbers(self, numbers: Sequence[int]) -> None:
+        """Refuse numbers of batches that are not there.
+
+        Raises:
+            UserError: At the first.
+        """
+        for number in numbers:
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise UserError(f"batch {number!r}: expected a number from 1 to {len(self.batches)}")
+            if not 1 <= number <= len(self.batches):
+                raise UserError(f"batch {number}: there are batches 1 to {len(self.batches)}")
+
     def facts_of_batches(self) -> list[tuple[int, Fact]]:
         """Return all facts, each with the number of its batch."""
         return [(n, fact) for n, batch in enumerate(self.batches, 1) for fact in batch.facts]
+
+    def current_facts(self) -> list[tuple[int, Fact]]:
+        """Return what each prompt is to be completed with now, with the number of the batch that wrote it last."""
+        found: dict[str, tuple[int, Fact]] = {}
+        for n, fact in self.facts_of_batches():
+            found[comparable(fact.text)] = n, fact
+        return list(found.values())
 
     def earlier_keys(self, facts: Sequence[Fact] = ()) -> dict[int, torch.Tensor]:
         """Return the keys of all batches by layer, of each fact those of the last one.
@@ -157,11 +186,11 @@ class Record:
         Args:
             facts: Facts that are written now: those written before are left out, for what they had is to go.
         """
-        seen = {fact.text for fact in facts}
+        seen = {comparable(fact.text) for fact in facts}
         found: dict[int, list[torch.Tensor]] = {}
         for batch in reversed(self.batches):
-            kept = [n for n, fact in enumerate(batch.facts) if fact.text not in seen]
-            seen |= {fact.text for fact in batch.facts}
+            kept = [n for n, fact in enumerate(batch.facts) if comparable(fact.text) not in seen]
+            seen |= {comparable(fact.text) for fact in batch.facts}
             for layer, keys in batch.keys.items():
                 found.setdefault(layer, []).append(keys[kept])
         return {layer: torch.cat(parts[::-1]) for layer, parts in sorted(found.items())}
@@ -241,14 +270,50 @@ class Record:
         return record
 
     def check(self, model: LanguageModel, where: str) -> None:
-        """Refuse a model whose weights are not those that the record ends with.
+        """Refuse a model that is not the one that the record ends with, by its weights and settings.
 
         Raises:
             UserError: If they are others: trained further, or another model.
         """
         expected = self.batches[-1].digest if self.batches else self.digest
-        if digest_of(model) != expected:
+        if expected not in digests_of(model):
             raise UserError(
-                f"{where}: its weights are not those of its {RECORD}: they were changed since; give the folder as whet "
-                "edit wrote it"
+                f"{where}: its weights or its config are not those of its {RECORD}: they were changed since; give the "
+                "folder as whet edit wrote it"
             )
+
+
+def check_together(records: Sequence[tuple[str, Record]]) -> list[str]:
+    """Refuse records that cannot be applied to one model together; return what is worth a warning.
+
+    Args:
+        records: How each is named, and the record; in the order in which they are applied.
+
+    Raises:
+        UserError: If two have the same batch, or complete one prompt differently.
+    """
+    warnings: list[str] = []
+    batches: dict[str, str] = {}
+    made: dict[str, tuple[str, Fact]] = {}
+    for where, record in records:
+        own = {batch.content(): f"batch {n} of {where}" for n, batch in enumerate(record.batches, 1)}
+        for content, name in own.items():
+            if content in batches:
+                raise UserError(
+                    f"{name} is the same as {batches[content]}: it would be applied twice; leave one of them out"
+                )
+        for _, fact in record.current_facts():
+            first = made.setdefault(comparable(fact.text), (where, fact))
+            if first[1] is fact:
+                continue
+            if comparable(first[1].target) != comparable(fact.target):
+                raise UserError(
+                    f"{first[0]} and {where} contradict each other: {fact.text[:60]!r} is to be "
+                    f"{first[1].target!r} and {fact.target!r}; leave one out, or take that batch out first (--undo "
+                    "--batches)"
+                )
+            warnings.append(
+                f"{where}: {fact.text[:60]!r} is made {fact.target!r} again, after {first[0]}: both changes count"
+            )
+        batches |= own
+    return warnings

@@ -6,8 +6,10 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,6 +21,8 @@ from whet.editing.sites import Contexts, Hook, Memory, Reader, hooked, start_ids
 from whet.generate.engine import Request
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.model.config import STORED, ModelConfig
+from whet.model.transformer import LanguageModel
 from whet.types import UserError
 
 SAVE_EVERY_S = 20.0
@@ -27,15 +31,60 @@ WINDOW = 256
 OPENINGS = ("The", "Therefore", "Because", "I", "You")
 """First words of what the model writes itself, as in the published code."""
 
+UNREAD = frozenset(
+    {
+        *(
+            "family",
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "max_positions",
+            "init_std",
+        ),
+        *("tie_embeddings", "attention_bias", "mlp_bias", "is_reward", "vision", "source"),
+    }
+)
+"""Fields of a model's config that change nothing that is computed, or that its weights show."""
 
-def digest_of(model: torch.nn.Module) -> str:
-    """Return SHA-256 of all weights of a model, by name."""
-    found = hashlib.sha256()
+
+def digests_of(model: LanguageModel) -> tuple[str, str]:
+    """Return SHA-256 of what a model computes, and that of its weights alone, which earlier records name.
+
+    The same weights compute something else with another base of the rotary frequencies, say: a record, and statistics
+    of keys, belong to both together.
+    """
+    weights = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         stored = parameter.detach().cpu().contiguous()
-        found.update(f"{name}\x00{stored.dtype}\x00{tuple(stored.shape)}\x00".encode())
-        found.update(stored.view(torch.uint8).numpy().data if stored.numel() else b"")
-    return found.hexdigest()
+        weights.update(f"{name}\x00{stored.dtype}\x00{tuple(stored.shape)}\x00".encode())
+        weights.update(stored.view(torch.uint8).numpy().data if stored.numel() else b"")
+    alone = weights.hexdigest()
+    settings = json.dumps(_forward_settings(model.config), sort_keys=True)
+    return hashlib.sha256(f"{alone}\x00{settings}".encode()).hexdigest(), alone
+
+
+def digest_of(model: LanguageModel) -> str:
+    """Return SHA-256 of all weights of a model, by name, and of the settings that it computes with."""
+    return digests_of(model)[0]
+
+
+def _forward_settings(config: ModelConfig) -> Any:
+    """Return the fields of a config that decide what is computed and that names and shapes of weights do not show."""
+    found = asdict(config)
+    for name in UNREAD | ({"rope_theta", "rope_scaling"} if config.family == "gpt2" else set()):
+        del found[name]
+    found["block"] = {name: value for name, value in found["block"].items() if name not in STORED}
+    return _plain(found)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with all numbers as floats: a config.json may have 10000 or 10000.0."""
+    if isinstance(value, dict):
+        return {name: _plain(own) for name, own in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(own) for own in value]
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def windows_of(policy: Policy, text: str, most: int) -> list[tuple[int, ...]]:
@@ -129,7 +178,7 @@ def gather_moments(
         reader: The model.
         memories: The memories.
         windows: Token ids.
-        model_digest: Names the model's weights.
+        model_digest: Names the model: its weights, and what it computes with them.
         folder: Where moments are kept; default: the user's cache.
         advance: Called with the number of windows that are done.
     """

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from whet.model.config import MAX_LAYERS
 from whet.model.lora.merge import RULES, Method
 from whet.types import UserError
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
-_SCALE = re.compile(r"(\d+|outside)(?:-(\d+))?=(-?[\d.]+)")
+_SCALE = re.compile(r"(\d+|outside)(?:-(\d+))?=(-?(?:\d+\.?\d*|\.\d+))")
 
 
 def combine(
@@ -40,8 +41,12 @@ def combine(
         scales: Factor by layer; None for what is outside of the layers; 1 where it is not named.
 
     Raises:
-        UserError: If names or shapes of the weights differ.
+        UserError: If names or shapes of the weights differ, or a factor is for a layer that is not there.
     """
+    layers = {int(found[1]) for name in base if (found := LAYER.search(name))}
+    if unknown := sorted(layer for layer in scales or {} if layer is not None and layer not in layers):
+        there = f"layers 0 to {max(layers)}" if layers else "no layers"
+        raise UserError(f"layer_scales: the model has {there}, got {unknown[0]}")
     for number, weights_of in enumerate(tuned, 1):
         unlike = [n for n, t in base.items() if n not in weights_of or weights_of[n].shape != t.shape]
         if unlike or len(weights_of) != len(base):
@@ -76,5 +81,7 @@ def parse_scales(texts: Sequence[str]) -> dict[int | None, float]:
             found[None] = float(match[3])
             continue
         first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last < MAX_LAYERS:
+            raise ValueError(f"layer_scales: got {text!r}, expected ascending layers below {MAX_LAYERS:,}")
         found |= dict.fromkeys(range(first, last + 1), float(match[3]))
     return found

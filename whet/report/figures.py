@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup, escape
 
@@ -12,6 +13,8 @@ from whet.telemetry.display import escape_controls
 CELL = 26
 LABEL = 120
 FOOT = 110
+PLOT = (420, 180)
+"""Width and height of a plot of lines."""
 
 
 def heat_map(
@@ -83,6 +86,60 @@ def bars(values: Sequence[tuple[str, float]], *, title: str) -> Markup:
             f'<rect x="{left:.1f}" y="{top + 2}" width="{length:.1f}" height="{high - 4}" fill="{fill}"/>'
         )
         parts.append(f'<text x="{zero + half + 6}" y="{top + 13}">{value:+.3f}</text>')
+    return Markup("".join([*parts, "</svg>"]))
+
+
+def lines(
+    places: Sequence[int], shares: Mapping[str, Sequence[float | None]], *, title: str, unit: str
+) -> Markup:
+    """Draw shares over a count, whose axis is logarithmic.
+
+    Args:
+        places: The counts, 1 or more, ascending.
+        shares: Values from 0 to 1 by the name of their line, one for each count; None where there is none.
+        title: What it shows, also for those who cannot see it.
+        unit: What is counted.
+    """
+    wide, high = PLOT
+    left, top = 46, 10
+    first, last = math.log(places[0]), math.log(places[-1])
+
+    def x_of(place: int) -> float:
+        return left + wide * ((math.log(place) - first) / (last - first) if last > first else 0.5)
+
+    def y_of(share: float) -> float:
+        return top + high * (1 - share)
+
+    parts = [
+        f'<svg role="img" aria-label="{escape(title)}" width="{left + wide + 220}" height="{top + high + 40}" '
+        'font-size="11" fill="currentColor">'
+    ]
+    for share in (0.0, 0.5, 1.0):
+        y = y_of(share)
+        parts.append(
+            f'<line x1="{left}" x2="{left + wide}" y1="{y}" y2="{y}" stroke="currentColor" opacity="0.2"/>'
+        )
+        parts.append(f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{share:.0%}</text>')
+    for place in places:
+        parts.append(
+            f'<text x="{x_of(place):.1f}" y="{top + high + 16}" text-anchor="middle">{place:,}</text>'
+        )
+    parts.append(
+        f'<text x="{left + wide / 2}" y="{top + high + 34}" text-anchor="middle">{escape(unit)}</text>'
+    )
+    for n, (name, values) in enumerate(shares.items()):
+        colour = COLOURS[n % len(COLOURS)]
+        dots = [(x_of(p), y_of(v), p, v) for p, v in zip(places, values, strict=True) if v is not None]
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in dots)
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        for x, y, place, value in dots:
+            told = escape(f"{name}, {place:,} {unit}: {value:.1%}")
+            parts.append(
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"><title>{told}</title></circle>'
+            )
+        y = top + 14 * (n + 1)
+        parts.append(f'<rect x="{left + wide + 14}" y="{y - 8}" width="10" height="3" fill="{colour}"/>')
+        parts.append(f'<text x="{left + wide + 28}" y="{y}">{escape(name)}</text>')
     return Markup("".join([*parts, "</svg>"]))
 
 
