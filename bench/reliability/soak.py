@@ -285,7 +285,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", "--trials", type=int, default=0, help="default 5000, with --quick 400")
+    parser.add_argument("--steps", "--trials", type=int, default=0, help="default 12000, with --quick 400")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument(
         "--start", default="", help="run folder of the demo's fine-tuned model; made if not given"
@@ -299,7 +299,7 @@ def main() -> int:
     )
     parser.add_argument("words", nargs="*", help="further words for whet rl, behind --")
     args = parser.parse_args()
-    args.steps = args.steps or (QUICK_STEPS if args.quick else 5000)
+    args.steps = args.steps or (QUICK_STEPS if args.quick else 12_000)
     work = Path(args.work or tempfile.mkdtemp(prefix="whet-soak-"))
     work.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()

@@ -66,7 +66,7 @@ def test_splits_and_labels() -> None:
 @needs_gym
 @pytest.mark.ci
 def test_verdicts_and_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gym, "DEADLINE_S", 0.7)
+    monkeypatch.setattr(gym, "DEADLINE_S", 20.0)  # right answers have time, also on a busy machine
     task = Gym("simple_integration,gcd,graph_color,puzzle24", num_problems=3)
     problems = [p for split in ("train", "dev", "test") for p in task.problems(split)]
     assert {p.meta["environment"] for p in problems} == {
@@ -76,6 +76,8 @@ def test_verdicts_and_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
         "puzzle24",
     }
     assert task.judge_many([(p, p.answer) for p in problems]) == [True] * len(problems)
+    monkeypatch.setattr(gym, "DEADLINE_S", 0.7)
+    task = Gym("simple_integration,gcd", num_problems=3)
     integral = next(p for p in problems if p.meta["environment"] == "simple_integration")
     gcd = next(p for p in problems if p.meta["environment"] == "gcd")
     mixed = [
