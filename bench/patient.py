@@ -387,10 +387,11 @@ def main() -> None:
     parser.add_argument(
         "--search-steps", type=int, default=SEARCH.steps, help="of memit, default %(default)s"
     )
+    parser.add_argument("--search-decay", type=float, default=SEARCH.decay, help="of memit, %(default)s")
     parser.add_argument("--prose-weight", type=float, default=SETTINGS["memit"].prose_weight, help="of memit")
     parser.add_argument("--only", choices=("data", "train"), default=None)
     given = parser.parse_args()
-    search = replace(SEARCH, lr=given.search_lr, steps=given.search_steps)
+    search = replace(SEARCH, lr=given.search_lr, steps=given.search_steps, decay=given.search_decay)
     memit = replace(SETTINGS["memit"], target=search, prose_weight=given.prose_weight)
     settings = SETTINGS | {"memit": memit}
     out: Path = given.out
