@@ -99,8 +99,11 @@ def calm_libraries() -> None:
 
 def _is_busy() -> bool:
     """Say whether other programs keep half of the cores busy: most of a few looks, a millisecond apart."""
-    looks = [_num_running() for _ in range(5) if time.sleep(0.001) is None]
-    return sorted(looks)[2] - 1 >= (os.cpu_count() or 1) / 2
+    looks: list[int] = []
+    for _ in range(5):
+        looks.append(_num_running() - 1)
+        time.sleep(0.001)
+    return sorted(looks)[2] >= (os.cpu_count() or 1) / 2
 
 
 def _num_running() -> int:

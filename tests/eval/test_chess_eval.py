@@ -15,6 +15,7 @@ import pytest
 chess = pytest.importorskip("chess", reason="python-chess is not installed: the extra chess")
 
 from chess import pgn  # noqa: E402
+from chess_model import TINY  # noqa: E402
 
 from whet import __main__ as program  # noqa: E402
 from whet.eval import evaluate as evaluation  # noqa: E402
@@ -30,26 +31,14 @@ from whet.eval.chess.games import (  # noqa: E402
 from whet.eval.metrics import headline_names  # noqa: E402
 from whet.generate.policy import PolicyConfig, load_policy  # noqa: E402
 from whet.generate.sampling import SamplingParams  # noqa: E402
-from whet.model.config import ModelConfig  # noqa: E402
 from whet.tasks.chess import task  # noqa: E402
 from whet.tasks.chess.stockfish import EngineError, find_stockfish  # noqa: E402
-
-SHAPE = ModelConfig(
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=16,
-    max_positions=256,
-)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    config = PolicyConfig(model=SHAPE, tokenizer="boards", schema="none", template="plain")
-    load_policy(config, seed=0).save(folder)
+    load_policy(TINY, seed=0).save(folder)
     return folder
 
 

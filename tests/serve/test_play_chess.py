@@ -15,11 +15,11 @@ import pytest
 chess = pytest.importorskip("chess", reason="python-chess is not installed: the extra chess")
 
 from chess import engine as chess_engine  # noqa: E402
+from chess_model import TINY  # noqa: E402
 
 from whet import __version__  # noqa: E402
 from whet.eval.chess.games import Reply  # noqa: E402
 from whet.generate.policy import PolicyConfig, load_policy  # noqa: E402
-from whet.model.config import ModelConfig  # noqa: E402
 from whet.report.boards import board_sources, draw_board  # noqa: E402
 from whet.report.pictures import picture_of  # noqa: E402
 from whet.report.samples import clean  # noqa: E402
@@ -221,18 +221,8 @@ def test_uci_is_answered_while_the_model_is_loaded() -> None:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights: they name no legal move."""
-    shape = ModelConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=16,
-        max_positions=256,
-    )
     folder = tmp_path_factory.mktemp("tiny")
-    config = PolicyConfig(model=shape, tokenizer="boards", schema="none", template="plain")
-    load_policy(config, seed=0).save(folder)
+    load_policy(TINY, seed=0).save(folder)
     return folder
 
 

@@ -9,16 +9,18 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 chess = pytest.importorskip("chess", reason="python-chess is not installed: the extra chess")
 
+from chess_model import TINY  # noqa: E402
+
 from whet.algo.config import OffPolicyConfig  # noqa: E402
 from whet.generate.policy import PolicyConfig  # noqa: E402
 from whet.generate.sampling import SamplingParams  # noqa: E402
-from whet.model.config import ModelConfig  # noqa: E402
 from whet.tasks.base import TaskConfig, load_task  # noqa: E402
 from whet.tasks.chess.stockfish import find_stockfish  # noqa: E402
 from whet.train import rl  # noqa: E402
@@ -135,18 +137,9 @@ def legal_by_text(problem: Problem, text: str) -> str:
 
 def play_run(out: str, *, kill_after: int = 0, resume: bool = False) -> None:
     """Train four steps of self-play on random weights; kill the process while a step is trained on, if asked."""
-    shape = ModelConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=16,
-        max_positions=256,
-    )
     config = RLConfig(
         out=out,
-        policy=PolicyConfig(model=shape, tokenizer="boards", schema="none", template="plain", num_threads=1),
+        policy=replace(TINY, num_threads=1),
         task=MIXED,
         self_play=SelfPlayConfig(share=0.8, num_games=2),
         rewards={"chess": 1.0},
@@ -185,9 +178,9 @@ def told(out: Path) -> list[dict[str, float]]:
 @pytest.mark.ci
 def test_a_killed_run_ends_bitwise_as_the_one_that_was_not(tmp_path: Path) -> None:
     play_run(str(tmp_path / "whole"))
-    program = "import sys, test_self_play; test_self_play.play_run(sys.argv[1], kill_after=3)"
+    program = "import sys; sys.path += sys.argv[2:]; import test_self_play as t; t.play_run(sys.argv[1], kill_after=3)"
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "killed")],
+        [sys.executable, "-c", program, str(tmp_path / "killed"), str(Path(__file__).parents[1])],
         cwd=Path(__file__).parent,
         check=False,
         capture_output=True,

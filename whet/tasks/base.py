@@ -276,6 +276,11 @@ def _needs_path(name: str) -> bool:
     return name in OPTIONS and "path" in OPTIONS[name] and not has_own
 
 
+def tasks_of(config: TaskConfig) -> set[str]:
+    """Return the tasks of a mixture's parts, or the task itself."""
+    return set(map(_task_of, config.weights)) if config.name == "mixture" else {config.name}
+
+
 def _task_of(label: str) -> str:
     """Return the task of a label of a mixture: `jsonl:a` -> jsonl, `my.py:Task:a` -> my.py:Task."""
     head, _, tail = label.partition(".py:")

@@ -39,7 +39,7 @@ from whet.sandbox.reentry import refuse_reentry
 from whet.storage.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step
 from whet.storage.commit import DiskFullError, commit_folder
 from whet.storage.folder import check_folder, displaced, open_run
-from whet.tasks.base import TaskConfig, told_of
+from whet.tasks.base import TaskConfig, tasks_of, told_of
 from whet.tasks.chess.task import KINDS
 from whet.tasks.quarantine import write_quarantine
 from whet.telemetry import heartbeat
@@ -460,23 +460,18 @@ def next_steps(config: RunConfig) -> str:
     return f"next: {f'whet {talk} {run} | ' if talk else ''}whet report {run}{compared}"
 
 
-def _kinds_of(task: TaskConfig) -> set[str]:
-    """Return the tasks of a mixture's parts, or the task itself."""
-    return {label.partition(":")[0] for label in task.weights} if task.name == "mixture" else {task.name}
-
-
 def _talk_of(task: TaskConfig) -> str:
     """Return the command that talks with, or plays against, a model of a task; '' where it knows neither."""
-    kinds = _kinds_of(task)
-    if not kinds <= KINDS.keys():
+    tasks = tasks_of(task)
+    if not tasks <= KINDS.keys():
         return "chat"
-    return "chess" if kinds & {"chess-policy", "chess-reason", "chess"} else ""
+    return "chess" if tasks & {"chess-policy", "chess-reason", "chess"} else ""
 
 
 def _mixture_words(task: TaskConfig) -> str:
     """Return the options that evaluate a model of a mixture: of chess its own evaluation, else the same mixture."""
-    kinds = _kinds_of(task)
-    if kinds <= KINDS.keys() and "chess-policy" in kinds:
+    tasks = tasks_of(task)
+    if tasks <= KINDS.keys() and "chess-policy" in tasks:
         layout = f" --eval.task.layout {task.layout}" if task.layout != "padded" else ""
         return f" --task chess{layout}"
     weights = [word for label, weight in task.weights.items() for word in (label, f"{weight:g}")]

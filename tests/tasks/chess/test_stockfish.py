@@ -53,24 +53,25 @@ def test_lines_are_deterministic_cached_and_mirrored(tmp_path: Path) -> None:
         assert deeper.num_searched == 1  # other nodes are another entry
 
 
+ENGINE = """for line in sys.stdin:
+    if line.startswith("uci\\n"):
+        print("id name Odd 1\\noption name Threads type spin default 1 min 1 max 8", flush=True)
+        print("option name Hash type spin default 1 min 1 max 8", flush=True)
+        print("option name MultiPV type spin default 1 min 1 max 8\\nuciok", flush=True)
+    elif line.startswith("isready"):
+        print("readyok", flush=True)
+    elif line.startswith("quit"):
+        break
+    elif line.startswith("go"):
+"""
 HANGING = """#!/usr/bin/env python3
 import os, sys
 first = not os.path.exists({flag!r})
 if first:
     open({flag!r}, "w").close()
-for line in sys.stdin:
-    if line.startswith("uci\\n"):
-        print("id name Slow 1\\noption name Threads type spin default 1 min 1 max 8", flush=True)
-        print("option name Hash type spin default 1 min 1 max 8", flush=True)
-        print("option name MultiPV type spin default 1 min 1 max 8\\nuciok", flush=True)
-    elif line.startswith("isready"):
-        print("readyok", flush=True)
-    elif line.startswith("go"):
-        if {always} or first:
+{engine}        if {always} or first:
             continue
         print("info depth 1 multipv 1 score cp 13 nodes 1 pv e2e4\\nbestmove e2e4", flush=True)
-    elif line.startswith("quit"):
-        break
 """
 
 
@@ -78,7 +79,7 @@ for line in sys.stdin:
 @pytest.mark.parametrize("always", [False, True])
 def test_a_process_that_hangs_is_killed_and_replaced(tmp_path: Path, always: bool) -> None:
     program = tmp_path / "engine"
-    program.write_text(HANGING.format(flag=str(tmp_path / "flag"), always=always))
+    program.write_text(HANGING.format(engine=ENGINE, flag=str(tmp_path / "flag"), always=always))
     program.chmod(0o755)
     with Stockfish(10, num_processes=1, path=str(program), cache_path="", deadline_s=1.0) as pool:
         if always:
@@ -92,19 +93,9 @@ def test_a_process_that_hangs_is_killed_and_replaced(tmp_path: Path, always: boo
 
 SAYING = """#!/usr/bin/env python3
 import sys
-for line in sys.stdin:
-    if line.startswith("uci\\n"):
-        print("id name Odd 1\\noption name Threads type spin default 1 min 1 max 8", flush=True)
-        print("option name Hash type spin default 1 min 1 max 8", flush=True)
-        print("option name MultiPV type spin default 1 min 1 max 8\\nuciok", flush=True)
-    elif line.startswith("isready"):
-        print("readyok", flush=True)
-    elif line.startswith("go"):
-        for number, moves in enumerate({lines!r}, 1):
+{engine}        for number, moves in enumerate({lines!r}, 1):
             print(f"info depth 1 multipv {{number}} score cp 13 nodes 1 pv {{moves}}", flush=True)
         print("bestmove e2e4", flush=True)
-    elif line.startswith("quit"):
-        break
 """
 
 
@@ -122,7 +113,7 @@ def test_an_engine_that_names_what_cannot_be_is_not_believed(
     tmp_path: Path, lines: list[str], told: str
 ) -> None:
     program, cache = tmp_path / "engine", tmp_path / "lines.sqlite"
-    program.write_text(SAYING.format(lines=lines))
+    program.write_text(SAYING.format(engine=ENGINE, lines=lines))
     program.chmod(0o755)
     pool = Stockfish(10, num_processes=1, path=str(program), cache_path=str(cache))
     with pool, pytest.raises(EngineError) as caught:
@@ -138,7 +129,7 @@ def test_an_engine_that_names_what_cannot_be_is_not_believed(
 def working(tmp_path: Path) -> str:
     """A program that names 1. e4 and 1. d4."""
     program = tmp_path / "working"
-    program.write_text(SAYING.format(lines=["e2e4 e7e5", "d2d4"]))
+    program.write_text(SAYING.format(engine=ENGINE, lines=["e2e4 e7e5", "d2d4"]))
     program.chmod(0o755)
     return str(program)
 
