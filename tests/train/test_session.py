@@ -158,6 +158,12 @@ def test_a_run_whose_folder_is_gone_keeps_its_weights_and_stops(
         assert weights(tmp_path / "run", 8) == weights(tmp_path / "straight", 8)
 
 
+def remove_all(folder: Path) -> None:
+    """Remove a folder into which other threads write meanwhile."""
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.mark.parametrize("moment", ["before", "inside", "after"])
 def test_a_folder_that_goes_while_a_checkpoint_is_written(
     moment: str, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -166,17 +172,19 @@ def test_a_folder_that_goes_while_a_checkpoint_is_written(
 
     def save_and_remove(folder: Path, step: int, **rest: Any) -> None:
         if moment == "before":
-            shutil.rmtree(run)
+            remove_all(run)
         if moment == "inside":
-            monkeypatch.setattr(checkpoint, "_steps", lambda _: shutil.rmtree(run, ignore_errors=True) or [])
+            monkeypatch.setattr(checkpoint, "_steps", lambda _: remove_all(run) or [])
         save_step(folder, step, **rest)
         if moment == "after":
-            shutil.rmtree(run)
+            remove_all(run)
 
     monkeypatch.setattr(session, "save_step", save_and_remove)
     with pytest.raises(UserError, match=r"removed while .*; the weights of step 6 are in .*run-rescued$"):
         train(make_config(tiny_policy, run, save_every=6))
     assert (tmp_path / "run-rescued" / "model.safetensors").is_file()
+    if moment == "after":
+        assert not run.exists()  # no record of a later step has made it anew
 
 
 @pytest.mark.parametrize("harm", [shutil.rmtree, empty])

@@ -244,7 +244,7 @@ class Recorder:
         if training is not None and any(map(is_share, self._policy.model.parameters())):
             weights = whole_copies(self._policy.own_weights())
             training = whole_copies(training[0]), training[1]
-        if rank() != 0:
+        if rank() != 0 or not self._run.is_dir():  # who removed the run folder does not get it back
             return
         try:
             with commit_folder(parent / f"step_{step:08d}") as temporary:
