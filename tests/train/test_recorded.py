@@ -79,6 +79,7 @@ def test_what_is_written_is_read_back_exactly(tmp_path: Path) -> None:
 def test_two_records_of_one_step_are_the_same_bytes(tmp_path: Path) -> None:
     policy = new_policy()
     for name in ("a", "b"):
+        (tmp_path / name).mkdir()
         record(tmp_path / name, 1, policy)
     files = [(tmp_path / name / "replay/step_00000001/batch.json").read_bytes() for name in ("a", "b")]
     assert files[0] == files[1]

@@ -175,7 +175,7 @@ class Recorder:
     A record is an aid, not a result: if it cannot be written, a warning is printed and training continues.
 
     Args:
-        run: Run folder.
+        run: Run folder; once it is gone, nothing is recorded.
         kind: The program.
         policy: The trained policy.
         enabled: Whether to record; False if the weights change before a batch can be described.
