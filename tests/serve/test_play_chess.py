@@ -24,8 +24,9 @@ from whet.report.boards import board_sources, draw_board  # noqa: E402
 from whet.report.pictures import picture_of  # noqa: E402
 from whet.report.samples import clean  # noqa: E402
 from whet.serve.chess.chess import ChessConfig, Terminal  # noqa: E402
-from whet.serve.chess.page import Table, make_app  # noqa: E402
+from whet.serve.chess.page import make_app  # noqa: E402
 from whet.serve.chess.reply import evaluation_of, played  # noqa: E402
+from whet.serve.chess.table import Table  # noqa: E402
 from whet.serve.chess.uci import Front, Uci  # noqa: E402
 from whet.tasks.chess.formats import policy_answer, policy_prompt  # noqa: E402
 

@@ -15,7 +15,8 @@ uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
 from whet.eval.chess.games import Reply  # noqa: E402
-from whet.serve.chess.page import Table, make_app  # noqa: E402
+from whet.serve.chess.page import make_app  # noqa: E402
+from whet.serve.chess.table import Table  # noqa: E402
 from whet.tasks.chess.formats import policy_answer  # noqa: E402
 
 HOSTILE = "<img/src=x/onerror=window.__hacked=1>"  # one word: a candidate beside the best move

@@ -242,6 +242,40 @@ def test_closing_tells_everyone(endless: threading.Event) -> None:
         scheduler.submit([long_ask()], inbox)
 
 
+def test_who_waits_gets_what_the_engine_gives(policy: Policy, scheduler: Scheduler) -> None:
+    requests = [
+        Request(prompt_ids=tuple(range(65, 67 + n)), seeds=(n, 1000 + n)[: 1 + n % 2]) for n in range(4)
+    ]
+    beside = Inbox()
+    scheduler.submit([long_ask()], beside)
+    served = [scheduler.generate(requests, params) for params in PARAMS]
+    beside.wait(1)
+    with pytest.raises(UserError, match="has 128 tokens"):
+        scheduler.generate([Request(prompt_ids=(65,) * 128, seeds=(0,))], PARAMS[0])
+    scheduler.close()
+    assert served == [policy.engine().generate(requests, params) for params in PARAMS]
+    with pytest.raises(BusyError, match="closing"):
+        scheduler.generate(requests, PARAMS[0])
+
+
+def test_who_waits_is_told_that_the_server_closes(endless: threading.Event) -> None:
+    scheduler = Scheduler(make_policy(), context=128, max_waiting=4)
+    told: queue.Queue[Exception] = queue.Queue()
+
+    def wait() -> None:
+        try:
+            scheduler.generate([Request(prompt_ids=(65, 66), seeds=(0, 1, 2, 3))], PARAMS[0])
+        except BusyError as error:
+            told.put(error)
+
+    threading.Thread(target=wait, daemon=True).start()
+    while not scheduler.num_pending:
+        pass
+    threading.Timer(0.1, endless.set).start()
+    scheduler.close()
+    assert str(told.get(timeout=60)) == "the server is closing"
+
+
 def test_prompts_that_do_not_fit(scheduler: Scheduler) -> None:
     scheduler.check((65,) * 127)
     with pytest.raises(UserError, match="has 128 tokens, the context served here holds 128"):

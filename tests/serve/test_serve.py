@@ -24,11 +24,13 @@ import httpx
 import pytest
 import tokenizers
 import torch
+from chess_model import TINY
 from report.chromium import Tab, launch
 from seeing import png, save_model, uri
 from tokenizers import decoders, models, normalizers
 
 from whet.algo.packing import TrainingSequence, pack
+from whet.eval.chess.games import Player
 from whet.generate.engine import Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.rows import Token
@@ -41,6 +43,7 @@ from whet.schema import SCHEMAS
 from whet.serve import api as serve_api
 from whet.serve import openai as serve_reply
 from whet.serve import serve
+from whet.serve.chess.table import Table
 from whet.serve.openai import Reply, choice_seeds, parse_chat
 from whet.serve.scheduler import Scheduler
 from whet.serve.serve import ServeConfig
@@ -57,6 +60,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 NAME = "tiny"
+START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
 
 
 def make_policy(max_rows: int = 8, *, endless: bool = False) -> Policy:
@@ -114,10 +118,19 @@ class Running:
 
 
 def run_server(
-    policy: Policy, *, max_waiting: int = 256, context: int = 1024, api_key: str = "", image_root: str = ""
+    policy: Policy,
+    *,
+    max_waiting: int = 256,
+    context: int = 1024,
+    api_key: str = "",
+    image_root: str = "",
+    board: bool = False,
 ) -> Iterator[Running]:
     with Scheduler(policy, context=context, max_waiting=max_waiting) as scheduler:
-        api = serve_api.Api(policy, scheduler, name=NAME, split_thinking=True, image_root=image_root)
+        table = serve.make_table(policy, scheduler) if board else None
+        api = serve_api.Api(
+            policy, scheduler, name=NAME, split_thinking=True, image_root=image_root, board=table
+        )
         app = serve_api.make_app(api, api_key=api_key, hosts=serve.LOCAL)
         options = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1)
         server = uvicorn.Server(options)
@@ -635,6 +648,61 @@ def test_a_full_server_says_so_and_a_key_is_asked_for() -> None:
             assert refused.headers["retry-after"] == "1"
             server.await_idle()
             assert client.post(f"{server.url}{TEXT}", json=GOOD_TEXT).status_code == 200
+
+
+# --- chess -----------------------------------------------------------------------------------------------------
+
+MOVE = {"moves": ["e2e4", "e7e5"], "side": "white", "move": "g1f3"}
+
+
+@pytest.fixture
+def chess_server() -> Iterator[Running]:
+    pytest.importorskip("chess", reason="python-chess is not installed: the extra chess")
+    yield from run_server(load_policy(TINY, seed=0), board=True, api_key="secret")
+
+
+def test_the_board_answers_as_whet_chess_does(chess_server: Running, server: Running) -> None:
+    assert httpx.get(f"{chess_server.url}/chess").status_code == 200  # it asks for the key itself
+    assert httpx.get(f"{server.url}/chess").status_code == 404
+    assert chess_server.post("/chess/play", MOVE).status_code == 401
+    key = {"authorization": "Bearer secret"}
+    given = chess_server.post("/chess/play", MOVE, **key).json()
+    table = Table(Player(load_policy(TINY, seed=0), tries=serve.TRIES), START)
+    assert given == table.answer(MOVE)
+    assert given["moves"][:3] == ["e2e4", "e7e5", "g1f3"]
+    assert len(given["moves"]) == 4
+    for body, told in (
+        ({"moves": ["e2e5"]}, "'e2e5' is not a legal move"),
+        ({"moves": 3}, "expected {moves"),
+    ):
+        answer = chess_server.post("/chess/play", body, **key)
+        assert answer.status_code == 400
+        assert told in answer.json()["error"]["message"]
+
+
+def test_a_board_that_cannot_be_asked_says_why() -> None:
+    pytest.importorskip("chess", reason="python-chess is not installed: the extra chess")
+    with contextmanager(run_server)(load_policy(TINY, seed=0), board=True, context=16) as server:
+        answer = server.post("/chess/play", MOVE)
+        assert answer.status_code == 400
+        assert "the context served here holds 16: shorten it" in answer.json()["error"]["message"]
+
+
+@pytest.mark.ci
+def test_the_board_in_a_browser_asks_for_the_key(chess_server: Running) -> None:
+    with launch() as browser:
+        tab = Tab(browser)
+        tab.page.goto(f"{chess_server.url}/chess")
+        tab.page.locator("#state", has_text="asks for its key").wait_for()
+        tab.page.locator("#key").fill("secret")
+        tab.page.locator("#key-form button").click()
+        tab.page.locator("#state", has_text="your move").wait_for()
+        tab.page.locator("#move").fill("e2e4")
+        tab.page.locator("#move-form button[type=submit]").click()
+        tab.page.locator("#names", has_text="1. e4 ").wait_for()
+        tab.page.locator("#note", has_text="nothing it named is legal").wait_for()
+        assert not tab.page.locator("#key-form").is_visible()
+        tab.close()
 
 
 # --- lm-evaluation-harness -------------------------------------------------------------------------------------

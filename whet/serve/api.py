@@ -27,6 +27,7 @@ from whet.model.vision.ids import keys_in
 from whet.model.vision.reading import Urls, is_data_uri, is_url, locate, shown
 from whet.ranks.broadcast import WeightGroup
 from whet.report.page import render
+from whet.serve.chess.table import Table, board_page
 from whet.serve.openai import (
     ApiError,
     Asked,
@@ -72,7 +73,9 @@ PAGE_HEADERS = {
 }
 """The rest of the page's policy, with the hashes of its scripts, is in the page."""
 
-OPEN = ("/", "/favicon.ico", "/health")
+BOARD, PLAY = "/chess", "/chess/play"
+"""The page with the board, and where it asks for moves."""
+OPEN = ("/", BOARD, "/favicon.ico", "/health")
 """Paths that need no key: they tell nothing of the model."""
 
 GONE = Response(status_code=499)
@@ -90,6 +93,7 @@ class Api:
         updates: Whether clients may replace the weights by files of this machine.
         image_root: Folder whose image files clients may name; '' for none: they send the file itself.
         image_urls: Which URLs of images are fetched.
+        board: What plays chess with the model at /chess; None for no such page.
     """
 
     def __init__(
@@ -102,7 +106,9 @@ class Api:
         updates: bool = False,
         image_root: str = "",
         image_urls: Urls = "none",
+        board: Table | None = None,
     ) -> None:
+        self.board = board
         self._policy, self._scheduler, self._updates = policy, scheduler, updates
         adapters = () if policy.several is None else policy.several.names
         if name in adapters:
@@ -132,6 +138,18 @@ class Api:
             "chat.html", title="whet serve", data=data, scripts=scripts, styles=styles, connect=True
         )
         return HTMLResponse(text, headers=PAGE_HEADERS)
+
+    async def chess_page(self, _: Request) -> Response:
+        """Return the page with the board; it holds nothing of the model, either."""
+        return HTMLResponse(board_page("whet serve: chess", side="white", path=PLAY), headers=PAGE_HEADERS)
+
+    async def chess_move(self, request: Request) -> Response:
+        """Play the user's move, and the model's."""
+        assert self.board is not None
+        found = await asyncio.to_thread(self.board.answer, await _read(request))
+        if "error" in found:
+            raise ApiError(400, found["error"])
+        return JSONResponse(found)
 
     async def health(self, _: Request) -> Response:
         """Say that the server is alive, and how much it has to do."""
@@ -626,6 +644,8 @@ def make_app(api: Api, *, api_key: str, hosts: frozenset[str]) -> ASGIApp:
         ("/update_weights_from_distributed", api.receive_weights, "POST"),
         ("/destroy_weights_update_group", api.leave_group, "POST"),
     ]
+    if api.board is not None:
+        routes += [(BOARD, api.chess_page, "GET"), (PLAY, api.chess_move, "POST")]
     app = Starlette(
         routes=[Route(path, function, methods=[method]) for path, function, method in routes],
         exception_handlers=dict.fromkeys(HANDLED, _refuse),

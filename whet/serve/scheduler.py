@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
@@ -186,6 +187,38 @@ class Scheduler:
             self._waiting += jobs
             self._wake.notify()
         return Ticket(tuple(jobs))
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
+        """Draw every sample of every request, as `Engine.generate` does, beside whatever else is served; wait for it.
+
+        Args:
+            requests: Prompts with the seeds of their samples.
+            params: Temperature, filters and the longest completion.
+
+        Returns:
+            For every request its completions, in the order of its seeds.
+
+        Raises:
+            BusyError: If the queue is full, or the server closes.
+            UserError: If a prompt does not fit.
+        """
+        for request in requests:
+            self.check(request.prompt_ids)
+        events: SimpleQueue[tuple[int, Event]] = SimpleQueue()
+        ticket = self.submit(
+            [Ask(request=request, params=params) for request in requests],
+            lambda index, event: None if isinstance(event, Token) else events.put((index, event)),
+        )
+        found: dict[int, Completion] = {}
+        while len(found) < len(ticket.jobs):
+            index, event = events.get()
+            if isinstance(event, Exception):
+                ticket.cancel()
+                raise event
+            if isinstance(event, Completion):
+                found[index] = event
+        ended = iter(found[index] for index in range(len(found)))
+        return [[next(ended) for _ in request.seeds] for request in requests]
 
     def score(
         self, prompts: Sequence[Sequence[int]], num_top: int, adapter: str = ""

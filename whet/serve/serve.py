@@ -15,11 +15,14 @@ from typing import Literal
 import torch
 
 from whet.cli import Program
-from whet.generate.policy import PolicyConfig, load_policy
+from whet.eval.chess.games import Player
+from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.install import install_command
 from whet.model.vision.reading import Urls
 from whet.serve.chat import NO_MODEL, require_model
+from whet.serve.chess.table import Table
 from whet.serve.scheduler import Scheduler
+from whet.tasks.chess.board import library
 from whet.types import UserError
 
 LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -31,6 +34,8 @@ SPARE_CONNECTIONS = 512
 BACKLOG = 2048
 """Connections waiting to be accepted; uvicorn's default."""
 KEY_VARIABLE = "WHET_API_KEY"
+TRIES = 4
+"""How often the model is asked for a move of chess where nothing that it wrote is legal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,8 @@ class ServeConfig:
     """Completions that may wait for a row; more are refused with status 503."""
     split_thinking: bool = True
     """Return a chat's thinking as `reasoning_content`, and only the answer as `content`."""
+    board: bool = False
+    """Serve a chess board at /chess, to play against a model of chess (as `whet chess MODEL --page`)."""
     weight_updates: bool = False
     """Let clients replace the weights by those of a folder of this machine (POST /update_weights_from_disk, as SGLang
     has it): for `whet rl --sampler.kind openai`, which samples here while it trains elsewhere."""
@@ -121,6 +128,17 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def make_table(policy: Policy, scheduler: Scheduler) -> Table:
+    """Return what plays chess with the model, drawing its lines beside the other completions.
+
+    Args:
+        policy: The policy.
+        scheduler: What draws its tokens.
+    """
+    player = Player(policy, tries=TRIES, generate=scheduler.generate)
+    return Table(player, library().STARTING_FEN)
+
+
 def main(config: ServeConfig) -> None:
     """Serve until Ctrl-C.
 
@@ -134,6 +152,8 @@ def main(config: ServeConfig) -> None:
         from whet.serve.headers import MAX_HEADER_BYTES, impatient
     except ImportError as error:
         raise UserError(f"whet serve needs {error.name}: {install_command('web')}") from None
+    if config.board:
+        library()  # before the model is loaded: python-chess may be missing
     key = key_of(config)
     with listen(config.host, config.port) as listener:
         policy = load_policy(
@@ -154,6 +174,7 @@ def main(config: ServeConfig) -> None:
                 updates=config.weight_updates,
                 image_root=config.image_root,
                 image_urls=config.image_urls,
+                board=make_table(policy, scheduler) if config.board else None,
             )
             app = make_app(api, api_key=key, hosts=frozenset() if key else LOCAL | {config.host})
             most = scheduler.max_completions + SPARE_CONNECTIONS
@@ -169,9 +190,10 @@ def main(config: ServeConfig) -> None:
                 server_header=False,
             )
             host, port = listener.getsockname()[:2]
+            pages = f"a chat page at /{', a chess board at /chess' if config.board else ''}"
             print(
                 f"serving {name!r} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 "
-                f"({policy.max_rows} rows of {scheduler.context:,} tokens), a chat page at /; Ctrl-C ends it",
+                f"({policy.max_rows} rows of {scheduler.context:,} tokens), {pages}; Ctrl-C ends it",
                 flush=True,
             )
             if policy.several is not None:

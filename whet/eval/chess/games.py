@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet.generate.engine import Request
 from whet.generate.policy import Policy
+from whet.generate.rows import Completion
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.stats import Interval, share_interval
 from whet.tasks.chess.board import find_move, library
@@ -27,6 +28,8 @@ RANDOM = "random"
 MAX_TRIES = 100
 Mover = Callable[[Sequence["chess.Board"]], list[str]]
 """Chooses a move in each of several positions; '' or an illegal one gives the game up."""
+Generate = Callable[[Sequence[Request], SamplingParams], Sequence[Sequence[Completion]]]
+"""Draws every sample of every request, as `whet.generate.engine.Engine.generate` does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,7 @@ class Player:
         layout: How the policy's prompt is padded.
         tries: How often it is asked where nothing that it wrote can be played; again at the temperature, or at 1
             where that is 0.
+        generate: Draws its lines; None for an engine of its own.
 
     Attributes:
         in_words: Whether it is asked in words.
@@ -100,11 +104,12 @@ class Player:
         seed: int = 0,
         layout: Layout = "padded",
         tries: int = 1,
+        generate: Generate | None = None,
     ) -> None:
         self._policy, self._tries = policy, tries
         self.num_again = 0
         self._params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens)
-        self._engine = policy.engine()
+        self._generate = generate or policy.engine().generate
         self._seed = seed
         self._layout: Layout = layout
         self.in_words = policy.schema.has_thinking
@@ -141,7 +146,7 @@ class Player:
             Request(prompt_ids=prompt, seeds=(sequence_seed(*words, board.fen()),))
             for prompt, board in zip(prompts, boards, strict=True)
         ]
-        done = self._engine.generate(requests, params)
+        done = self._generate(requests, params)
         replies = []
         for board, prompt, (one,) in zip(boards, prompts, done, strict=True):
             text = self._policy.tokenizer.decode_completion(prompt, one.ids)

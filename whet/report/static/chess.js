@@ -1,8 +1,9 @@
 "use strict";
-// The board of `whet chess RUN --page`: two clicks are a move; the server answers with the game after the model's reply.
+// The board of `whet chess RUN --page` and `whet serve MODEL --board`: two clicks are a move; the server answers with the game after the model's reply.
 (function () {
   const find = (id) => document.getElementById(id);
-  let side = pageData("chess").side === "black" ? "black" : "white";
+  const { side: first, path } = pageData("chess");
+  let side = first === "black" ? "black" : "white";
   let moves = [];
   let from = "";
   let busy = false;
@@ -13,14 +14,16 @@
     busy = true;
     find("state").textContent = "it thinks …";
     try {
-      const response = await fetch("/play", {
+      const key = find("key").value;
+      const response = await fetch(path, {
         method: "POST",
-        headers: { "content-type": "application/json" },
+        headers: { "content-type": "application/json", ...(key ? { Authorization: "Bearer " + key } : {}) },
         body: JSON.stringify({ moves, side, move }),
       });
+      find("key-form").hidden = response.status !== 401;
       const game = await response.json();
       if (game.error) {
-        find("state").textContent = game.error;
+        find("state").textContent = response.status === 401 ? "This server asks for its key." : game.error.message || game.error;
         return;
       }
       moves = game.moves;
@@ -65,6 +68,7 @@
     play(find("move").value.trim().toLowerCase());
     find("move").value = "";
   });
+  find("key-form").addEventListener("submit", (event) => { event.preventDefault(); play(null); });
   find("undo").addEventListener("click", () => {
     if (busy) return;
     moves = moves.slice(0, -2);

@@ -16,8 +16,9 @@ from whet.cli import Program, escape
 from whet.eval.chess.games import MAX_TRIES, Player
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.serve.chat import NO_MODEL, require_model
-from whet.serve.chess.page import Table, serve_page
+from whet.serve.chess.page import serve_page
 from whet.serve.chess.reply import end_of, played
+from whet.serve.chess.table import Table
 from whet.serve.chess.uci import Uci, front
 from whet.tasks.chess.board import find_move, library, read_board
 from whet.tasks.chess.formats import Layout
