@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from starlette.applications import Starlette
@@ -73,6 +73,8 @@ PAGE_HEADERS = {
 }
 """The rest of the page's policy, with the hashes of its scripts, is in the page."""
 
+MAX_BOARDS = 16
+"""Moves that are answered at a time; more wait."""
 BOARD, PLAY = "/chess", "/chess/play"
 """The page with the board, and where it asks for moves."""
 OPEN = ("/", BOARD, "/favicon.ico", "/health")
@@ -109,6 +111,8 @@ class Api:
         board: Table | None = None,
     ) -> None:
         self.board = board
+        # Apart from the threads that read prompts, which must not wait for completions.
+        self._boards = ThreadPoolExecutor(MAX_BOARDS, "whet-board")
         self._policy, self._scheduler, self._updates = policy, scheduler, updates
         adapters = () if policy.several is None else policy.several.names
         if name in adapters:
@@ -146,7 +150,8 @@ class Api:
     async def chess_move(self, request: Request) -> Response:
         """Play the user's move, and the model's."""
         assert self.board is not None
-        found = await asyncio.to_thread(self.board.answer, await _read(request))
+        asked = await _read(request)
+        found = await asyncio.get_running_loop().run_in_executor(self._boards, self.board.answer, asked)
         if "error" in found:
             raise ApiError(400, found["error"])
         return JSONResponse(found)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,6 +112,8 @@ class Player:
         self.num_again = 0
         self._params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens)
         self._generate = generate or policy.engine().generate
+        # An engine serves one thread at a time; who gives another way to draw lines sees to that.
+        self._lock = threading.Lock() if generate is None else nullcontext()
         self._seed = seed
         self._layout: Layout = layout
         self.in_words = policy.schema.has_thinking
@@ -146,7 +150,8 @@ class Player:
             Request(prompt_ids=prompt, seeds=(sequence_seed(*words, board.fen()),))
             for prompt, board in zip(prompts, boards, strict=True)
         ]
-        done = self._generate(requests, params)
+        with self._lock:
+            done = self._generate(requests, params)
         replies = []
         for board, prompt, (one,) in zip(boards, prompts, done, strict=True):
             text = self._policy.tokenizer.decode_completion(prompt, one.ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import threading
 from typing import TYPE_CHECKING, Any
 
 from whet.report.page import render
@@ -45,7 +44,6 @@ class Table:
 
     def __init__(self, player: Player, start: str, seed: int = 0) -> None:
         self._player, self._start, self._seed = player, start, seed
-        self._lock = threading.Lock()
 
     def answer(self, asked: Any) -> dict[str, Any]:
         """Play the user's move, if there is one, and the model's if it is its turn.
@@ -74,8 +72,7 @@ class Table:
         is_white = asked.get("side") != "black"
         said = note = value = ""
         if not end_of(board) and board.turn != is_white:
-            with self._lock:
-                (reply,) = self._player.ask([board])
+            (reply,) = self._player.ask([board])
             chosen, note = played(board, reply, self._seed)
             said, value = reply.text, evaluation_of(reply.text)
             board.push_uci(chosen)
