@@ -382,18 +382,30 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--search-lr", type=float, default=SEARCH.lr, help="of memit: slower is better, %(default)s"
+        "--search-lr",
+        type=float,
+        default=SEARCH.lr,
+        help="of memit and alphaedit: slower is better, %(default)s",
     )
     parser.add_argument(
-        "--search-steps", type=int, default=SEARCH.steps, help="of memit, default %(default)s"
+        "--search-steps", type=int, default=SEARCH.steps, help="of memit and alphaedit, %(default)s"
     )
-    parser.add_argument("--search-decay", type=float, default=SEARCH.decay, help="of memit, %(default)s")
+    parser.add_argument(
+        "--search-decay", type=float, default=SEARCH.decay, help="of memit and alphaedit, %(default)s"
+    )
     parser.add_argument("--prose-weight", type=float, default=SETTINGS["memit"].prose_weight, help="of memit")
+    parser.add_argument(
+        "--contexts",
+        type=int,
+        default=SETTINGS["memit"].num_contexts,
+        help="of memit and alphaedit, default %(default)s",
+    )
     parser.add_argument("--only", choices=("data", "train"), default=None)
     given = parser.parse_args()
     search = replace(SEARCH, lr=given.search_lr, steps=given.search_steps, decay=given.search_decay)
-    memit = replace(SETTINGS["memit"], target=search, prose_weight=given.prose_weight)
-    settings = SETTINGS | {"memit": memit}
+    shared: dict[str, Any] = {"target": search, "num_contexts": given.contexts}
+    memit = replace(SETTINGS["memit"], prose_weight=given.prose_weight, **shared)
+    settings = SETTINGS | {"memit": memit, "alphaedit": replace(SETTINGS["alphaedit"], **shared)}
     out: Path = given.out
     if not (out / "recipe.yaml").is_file():
         write_data(given.relations, given.prose, out, given.facts, given.steps)
