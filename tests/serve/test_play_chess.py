@@ -24,11 +24,11 @@ from whet.report.boards import board_sources, draw_board  # noqa: E402
 from whet.report.pictures import picture_of  # noqa: E402
 from whet.report.samples import clean  # noqa: E402
 from whet.serve.chess.chess import ChessConfig, Terminal  # noqa: E402
-from whet.serve.chess.page import make_app  # noqa: E402
 from whet.serve.chess.reply import evaluation_of, played  # noqa: E402
 from whet.serve.chess.table import Table  # noqa: E402
 from whet.serve.chess.uci import Front, Uci  # noqa: E402
 from whet.tasks.chess.formats import policy_answer, policy_prompt  # noqa: E402
+from whet.types import UserError  # noqa: E402
 
 CONFIG = ChessConfig(policy=PolicyConfig(init="model"))
 WRITTEN = policy_answer(["e7e5", "c7c5"], [-0.3, -0.41], "e7e5")
@@ -305,12 +305,11 @@ def test_a_game_that_is_over_takes_no_further_move() -> None:
     table = Table(Model(), chess.STARTING_FEN)  # type: ignore[arg-type]
     found = table.answer({"moves": REPEATED, "side": "white"})
     assert (found["end"], found["legal"]) == ("fivefold repetition: 1/2-1/2", [])
-    found = table.answer({"moves": REPEATED, "side": "white", "move": "e2e4"})
-    assert found == {"error": "the game is over (fivefold repetition: 1/2-1/2)"}
+    with pytest.raises(UserError, match=r"^the game is over \(fivefold repetition: 1/2-1/2\)$"):
+        table.answer({"moves": REPEATED, "side": "white", "move": "e2e4"})
     old = Table(Model(), "8/5k2/8/2Q5/8/1K6/8/8 w - - 150 120")  # type: ignore[arg-type]
-    assert old.answer({"moves": [], "side": "white", "move": "c5c4"}) == {
-        "error": "the game is over (seventyfive moves: 1/2-1/2)"
-    }
+    with pytest.raises(UserError, match=r"^the game is over \(seventyfive moves: 1/2-1/2\)$"):
+        old.answer({"moves": [], "side": "white", "move": "c5c4"})
 
 
 def test_a_legal_candidate_replaces_an_illegal_best_move() -> None:
@@ -336,7 +335,10 @@ def test_it_says_how_often_the_model_was_asked() -> None:
 
 def test_page() -> None:
     testclient = pytest.importorskip("starlette.testclient")
-    app = make_app(Table(Model(), chess.STARTING_FEN), "model", "white", ["testserver"])  # type: ignore[arg-type]
+    from whet.serve.api import Board, make_board_app
+
+    board = Board(Table(Model(), chess.STARTING_FEN), title="whet chess: model")  # type: ignore[arg-type]
+    app = make_board_app(board, hosts=frozenset({"testserver"}))
     client = testclient.TestClient(app)
     assert "whet chess: model" in client.get("/").text
     first = client.post("/play", json={"moves": [], "side": "white", "move": None}).json()
@@ -356,9 +358,9 @@ def test_page() -> None:
         assert (answer.status_code, list(answer.json())) == (400, ["error"]), body
     assert client.post("/play", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
     assert client.post("/play", content=b"x", headers={"content-type": "application/json"}).status_code == 400
-    long = b"[" * 70_000
+    long = b"[" * 5_000_000
     assert client.post("/play", content=long, headers={"content-type": "application/json"}).status_code == 413
-    assert client.get("/", headers={"host": "evil.example"}).status_code == 400
+    assert client.get("/", headers={"host": "evil.example"}).status_code == 403
 
 
 def test_boards_stand_beside_completions() -> None:

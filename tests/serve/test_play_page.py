@@ -15,7 +15,7 @@ uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
 from whet.eval.chess.games import Reply  # noqa: E402
-from whet.serve.chess.page import make_app  # noqa: E402
+from whet.serve.api import Board, make_board_app  # noqa: E402
 from whet.serve.chess.table import Table  # noqa: E402
 from whet.tasks.chess.formats import policy_answer  # noqa: E402
 
@@ -35,7 +35,8 @@ class Model:
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    app = make_app(Table(Model(), chess.STARTING_FEN), f"model {HOSTILE}", "white", ["127.0.0.1"])  # type: ignore[arg-type]
+    board = Board(Table(Model(), chess.STARTING_FEN), title=f"whet chess: model {HOSTILE}")  # type: ignore[arg-type]
+    app = make_board_app(board, hosts=frozenset({"127.0.0.1"}))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, ws="none", lifespan="off", log_level="error"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -127,11 +127,11 @@ def run_server(
     board: bool = False,
 ) -> Iterator[Running]:
     with Scheduler(policy, context=context, max_waiting=max_waiting) as scheduler:
-        table = serve.make_table(policy, scheduler) if board else None
-        api = serve_api.Api(
-            policy, scheduler, name=NAME, split_thinking=True, image_root=image_root, board=table
-        )
-        app = serve_api.make_app(api, api_key=api_key, hosts=serve.LOCAL)
+        api = serve_api.Api(policy, scheduler, name=NAME, split_thinking=True, image_root=image_root)
+        chess = None
+        if board:
+            chess = serve_api.Board(serve.make_table(policy, scheduler), title="chess", path=serve_api.CHESS)
+        app = serve_api.make_app(api, api_key=api_key, hosts=serve.LOCAL, board=chess)
         options = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1)
         server = uvicorn.Server(options)
         listener = serve.listen("127.0.0.1", 0)

@@ -27,7 +27,7 @@ from whet.model.vision.ids import keys_in
 from whet.model.vision.reading import Urls, is_data_uri, is_url, locate, shown
 from whet.ranks.broadcast import WeightGroup
 from whet.report.page import render
-from whet.serve.chess.table import Table, board_page
+from whet.serve.chess.table import Table
 from whet.serve.openai import (
     ApiError,
     Asked,
@@ -74,11 +74,13 @@ PAGE_HEADERS = {
 """The rest of the page's policy, with the hashes of its scripts, is in the page."""
 
 MAX_BOARDS = 16
-"""Moves that are answered at a time; more wait."""
-BOARD, PLAY = "/chess", "/chess/play"
-"""The page with the board, and where it asks for moves."""
-OPEN = ("/", BOARD, "/favicon.ico", "/health")
+"""Moves of chess that are answered at a time; more wait."""
+CHESS = "/chess"
+OPEN = ("/", CHESS, "/favicon.ico", "/health")
 """Paths that need no key: they tell nothing of the model."""
+
+_Route = tuple[str, Callable[[Request], Any], str]
+"""Path, function and method."""
 
 GONE = Response(status_code=499)
 HANDLED = (ApiError, UserError, BusyError, HTTPException, ClientDisconnect, Exception)
@@ -95,7 +97,6 @@ class Api:
         updates: Whether clients may replace the weights by files of this machine.
         image_root: Folder whose image files clients may name; '' for none: they send the file itself.
         image_urls: Which URLs of images are fetched.
-        board: What plays chess with the model at /chess; None for no such page.
     """
 
     def __init__(
@@ -108,11 +109,7 @@ class Api:
         updates: bool = False,
         image_root: str = "",
         image_urls: Urls = "none",
-        board: Table | None = None,
     ) -> None:
-        self.board = board
-        # Apart from the threads that read prompts, which must not wait for completions.
-        self._boards = ThreadPoolExecutor(MAX_BOARDS, "whet-board")
         self._policy, self._scheduler, self._updates = policy, scheduler, updates
         adapters = () if policy.several is None else policy.several.names
         if name in adapters:
@@ -142,19 +139,6 @@ class Api:
             "chat.html", title="whet serve", data=data, scripts=scripts, styles=styles, connect=True
         )
         return HTMLResponse(text, headers=PAGE_HEADERS)
-
-    async def chess_page(self, _: Request) -> Response:
-        """Return the page with the board; it holds nothing of the model, either."""
-        return HTMLResponse(board_page("whet serve: chess", side="white", path=PLAY), headers=PAGE_HEADERS)
-
-    async def chess_move(self, request: Request) -> Response:
-        """Play the user's move, and the model's."""
-        assert self.board is not None
-        asked = await _read(request)
-        found = await asyncio.get_running_loop().run_in_executor(self._boards, self.board.answer, asked)
-        if "error" in found:
-            raise ApiError(400, found["error"])
-        return JSONResponse(found)
 
     async def health(self, _: Request) -> Response:
         """Say that the server is alive, and how much it has to do."""
@@ -397,6 +381,42 @@ class Api:
         return answer
 
 
+class Board:
+    """The page with a chess board, and the moves that it asks for; neither tells anything of the model by itself.
+
+    Args:
+        table: What plays.
+        title: Heading of the page.
+        side: The user's side.
+        path: Where the page is served; its moves are below it.
+    """
+
+    def __init__(self, table: Table, *, title: str, side: str = "white", path: str = "/") -> None:
+        self._table, self._title, self._side = table, title, side
+        self._paths = path, f"{path.rstrip('/')}/play"
+        # Apart from the threads that read prompts, which must not wait for completions.
+        self._threads = ThreadPoolExecutor(MAX_BOARDS, "whet-board")
+
+    @property
+    def routes(self) -> list[_Route]:
+        """The page, and what answers it."""
+        page, play = self._paths
+        return [(page, self._page, "GET"), (play, self._move, "POST")]
+
+    async def _page(self, _: Request) -> Response:
+        data = {"chess": {"side": self._side, "path": self._paths[1]}}
+        scripts, styles = ("chess.js",), ("chess.css",)
+        text = render(
+            "chess.html", title=self._title, data=data, scripts=scripts, styles=styles, connect=True
+        )
+        return HTMLResponse(text, headers=PAGE_HEADERS)
+
+    async def _move(self, request: Request) -> Response:
+        asked = await _read(request)
+        loop = asyncio.get_running_loop()
+        return JSONResponse(await loop.run_in_executor(self._threads, self._table.answer, asked))
+
+
 class _Session:
     """One request that generates: its choices, and an eye on whether its client is still there."""
 
@@ -628,15 +648,16 @@ class _Guard:
         return None
 
 
-def make_app(api: Api, *, api_key: str, hosts: frozenset[str]) -> ASGIApp:
+def make_app(api: Api, *, api_key: str, hosts: frozenset[str], board: Board | None = None) -> ASGIApp:
     """Put the routes together.
 
     Args:
         api: What answers.
         api_key: Key that clients must give as a bearer token; empty for none.
         hosts: Host names that are answered to; empty for any.
+        board: A chess board; None for none.
     """
-    routes: list[tuple[str, Callable[[Request], Any], str]] = [
+    routes: list[_Route] = [
         ("/", api.page, "GET"),
         ("/favicon.ico", lambda _: Response(status_code=204), "GET"),
         ("/health", api.health, "GET"),
@@ -648,9 +669,22 @@ def make_app(api: Api, *, api_key: str, hosts: frozenset[str]) -> ASGIApp:
         ("/init_weights_update_group", api.join_group, "POST"),
         ("/update_weights_from_distributed", api.receive_weights, "POST"),
         ("/destroy_weights_update_group", api.leave_group, "POST"),
+        *(board.routes if board is not None else ()),
     ]
-    if api.board is not None:
-        routes += [(BOARD, api.chess_page, "GET"), (PLAY, api.chess_move, "POST")]
+    return _guarded(routes, api_key=api_key, hosts=hosts)
+
+
+def make_board_app(board: Board, *, hosts: frozenset[str]) -> ASGIApp:
+    """Serve a chess board alone, without a key.
+
+    Args:
+        board: The board.
+        hosts: Host names that are answered to.
+    """
+    return _guarded(board.routes, api_key="", hosts=hosts)
+
+
+def _guarded(routes: Sequence[_Route], *, api_key: str, hosts: frozenset[str]) -> ASGIApp:
     app = Starlette(
         routes=[Route(path, function, methods=[method]) for path, function, method in routes],
         exception_handlers=dict.fromkeys(HANDLED, _refuse),

@@ -148,7 +148,7 @@ def main(config: ServeConfig) -> None:
     try:
         import uvicorn
 
-        from whet.serve.api import Api, make_app
+        from whet.serve.api import CHESS, Api, Board, make_app
         from whet.serve.headers import MAX_HEADER_BYTES, impatient
     except ImportError as error:
         raise UserError(f"whet serve needs {error.name}: {install_command('web')}") from None
@@ -174,9 +174,12 @@ def main(config: ServeConfig) -> None:
                 updates=config.weight_updates,
                 image_root=config.image_root,
                 image_urls=config.image_urls,
-                board=make_table(policy, scheduler) if config.board else None,
             )
-            app = make_app(api, api_key=key, hosts=frozenset() if key else LOCAL | {config.host})
+            board = None
+            if config.board:
+                board = Board(make_table(policy, scheduler), title="whet serve: chess", path=CHESS)
+            hosts = frozenset() if key else LOCAL | {config.host}
+            app = make_app(api, api_key=key, hosts=hosts, board=board)
             most = scheduler.max_completions + SPARE_CONNECTIONS
             options = uvicorn.Config(
                 app,

@@ -23,7 +23,7 @@
       find("key-form").hidden = response.status !== 401;
       const game = await response.json();
       if (game.error) {
-        find("state").textContent = response.status === 401 ? "This server asks for its key." : game.error.message || game.error;
+        find("state").textContent = response.status === 401 ? "This server asks for its key." : game.error.message;
         return;
       }
       moves = game.moves;

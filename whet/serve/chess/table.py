@@ -1,36 +1,18 @@
-"""The board in the browser, and what answers it: a game as its moves, in and out. The server keeps no game."""
+"""What answers the board in the browser: a game as its moves, in and out. The server keeps no game."""
 
 from __future__ import annotations
 
 import base64
 from typing import TYPE_CHECKING, Any
 
-from whet.report.page import render
 from whet.serve.chess.reply import end_of, evaluation_of, played
 from whet.tasks.chess.board import find_move, library
+from whet.types import UserError
 
 if TYPE_CHECKING:
     from whet.eval.chess.games import Player
 
 MAX_MOVES = 600
-
-
-def board_page(title: str, *, side: str, path: str) -> str:
-    """Return the page.
-
-    Args:
-        title: Its heading.
-        side: The user's side: white or black.
-        path: Where it asks for moves.
-    """
-    return render(
-        "chess.html",
-        title=title,
-        data={"chess": {"side": side, "path": path}},
-        scripts=("chess.js",),
-        styles=("chess.css",),
-        connect=True,
-    )
 
 
 class Table:
@@ -53,11 +35,14 @@ class Table:
 
         Returns:
             The game: `moves`, `names` (in short notation), `board` (a picture), `turn`, `legal` moves, `said` (by the
-            model), `note`, `end`; `error` where the request cannot be answered.
+            model), `note`, `end`.
+
+        Raises:
+            UserError: If the request is none, or the game is over.
         """
         moves = asked.get("moves", []) if isinstance(asked, dict) else None
         if not isinstance(moves, list) or len(moves) > MAX_MOVES:
-            return {"error": "expected {moves: [...], side, move}"}
+            raise UserError("expected {moves: [...], side, move}")
         board = library().Board(self._start)
         new = asked.get("move") or None
         for text in [*moves, *([new] if new else [])]:
@@ -65,9 +50,9 @@ class Table:
             if move is None and isinstance(text, str):
                 move = find_move(board, f"{text}q")  # a pawn that is clicked to its end becomes a queen
             if move is None:
-                return {"error": f"{str(text)[:10]!r} is not a legal move"}
+                raise UserError(f"{str(text)[:10]!r} is not a legal move")
             if end := end_of(board):
-                return {"error": f"the game is over ({end})"}
+                raise UserError(f"the game is over ({end})")
             board.push(move)
         is_white = asked.get("side") != "black"
         said = note = value = ""
