@@ -388,8 +388,9 @@ class Heard:
 def test_waiting_for_rewards_is_hidden(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups are drawn two at a time, 70 ms a pair; a group's reward sleeps for 50 ms."""
-    asleep, drawing = 0.05, threading.Event()
+    """Groups are drawn two at a time, some 45 ms a pair; a group's reward sleeps for 50 ms."""
+    asleep, decoding, drawing = 0.05, 0.005, threading.Event()
+    slept = 0.0
 
     def sleeper(schema: Any, task: Any) -> Callable[[Any, str], float]:
         score = length_reward(schema, task)
@@ -403,7 +404,9 @@ def test_waiting_for_rewards_is_hidden(
     decode = Engine.decode
 
     def slow_decode(*arguments: Any) -> None:
-        time.sleep(0.005)
+        nonlocal slept
+        slept += decoding if drawing.is_set() else 0.0
+        time.sleep(decoding)
         decode(*arguments)
 
     monkeypatch.setattr(Engine, "decode", slow_decode)
@@ -418,7 +421,7 @@ def test_waiting_for_rewards_is_hidden(
             num_prompts=12,
             preflight="warn",
         )
-        next_rollout = rl.RolloutSource.next
+        next_rollout, slept = rl.RolloutSource.next, 12 * asleep
 
         def timed(*arguments: Any, mode: str = overlap.mode, call: Any = next_rollout) -> Any:
             drawing.set()
@@ -435,8 +438,10 @@ def test_waiting_for_rewards_is_hidden(
             _, (row,) = run(config)
         drawn = heard.told.index(("-rollout_generation", overlap.mode == "off"))
         assert (("+policy_loss_backward", True) in heard.told[:drawn]) == (overlap.mode == "stream")
-    # Off: 12 * 50 ms of sleep behind 6 * 70 ms. Stream: the longer of both, and one pair more.
-    assert seconds["off"] > 1.0
+    # Off, the last: all that decoding and rewards sleep, one behind the other. Stream: the longer of both, and one pair
+    # more.
+    assert slept > 12 * asleep
+    assert seconds["off"] >= slept
     assert seconds["stream"] < seconds["off"] - 0.2
     assert row["rl/overlap"] == 0.0
 
