@@ -480,6 +480,20 @@ def test_the_advice_is_the_command_that_works_here(monkeypatch: pytest.MonkeyPat
         assert install.install_command("web") == f"{pip} {words}"
 
 
+def test_the_advice_can_be_pasted_whatever_the_folders_are_called(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "it's a $(folder)"
+    folder.mkdir()
+    (folder / "constraints.txt").touch()
+    python = str(folder / "bin/python")
+    monkeypatch.setattr(sys, "executable", python)
+    source = {"url": folder.as_uri(), "dir_info": {"editable": True}}
+    monkeypatch.setattr(install, "_source", lambda: source)
+    words = [python, "-m", "pip", "install", "-e", f"{folder}[web]", "-c", f"{folder}/constraints.txt"]
+    assert shlex.split(install.install_command("web")) == words
+
+
 def test_core_packages_are_those_of_the_project_and_one_that_is_missing_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 from importlib import metadata
@@ -31,17 +32,17 @@ def install_command(extra: str = "") -> str:
     Args:
         extra: A name of `[project.optional-dependencies]`.
     """
-    pip = "pip" if _has_pip() else f"{sys.executable} -m pip"
+    pip = "pip" if _has_pip() else f"{shlex.quote(sys.executable)} -m pip"
     suffix = f"[{extra}]" if extra else ""
     source = _source()
     url, place = str(source.get("url", "")), urlsplit(str(source.get("url", "")))
     folder = unquote(place.path)
     if "dir_info" in source and place.scheme == "file":
         if not source["dir_info"].get("editable"):
-            return f"{pip} install '{folder}{suffix}'"
+            return f"{pip} install {_quoted(folder + suffix)}"
         pins = Path(folder) / "constraints.txt"
-        pinned = f" -c {_quoted(str(pins))}" if pins.is_file() else ""
-        return f"{pip} install -e '{folder}{suffix}'{pinned}"
+        pinned = f" -c {shlex.quote(str(pins))}" if pins.is_file() else ""
+        return f"{pip} install -e {_quoted(folder + suffix)}{pinned}"
     if "vcs_info" in source:
         found = source["vcs_info"]
         return f"{pip} install 'whet{suffix} @ {found['vcs']}+{url}@{found['commit_id']}'"
@@ -79,4 +80,5 @@ def _has_pip() -> bool:
 
 
 def _quoted(text: str) -> str:
-    return f"'{text}'" if " " in text else text
+    """Return a shell word that is always in quotes: the brackets of an extra are a pattern to some shells."""
+    return shlex.quote(text) if "'" in text else f"'{text}'"

@@ -14,7 +14,7 @@ import pytest
 
 from whet.sandbox.programs import Sandbox, TestsVerdict
 
-DATA = Path("/work/shared/data/code")
+DATA = Path(__file__).parents[3] / "shared/data/code"
 
 
 @pytest.fixture(scope="module")

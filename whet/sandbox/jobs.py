@@ -330,11 +330,11 @@ def judge_end(process: Process, is_late: bool) -> tuple[Status, int, str]:
     is_full = code < 0 and max_kib > 0.9 * (process.memory_mib << 10)
     if bytes([inside.OUT_OF_MEMORY]) in letters.partition(bytes([inside.FAILED]))[0] or is_full:
         return "mle", code, f"needed more than {process.memory_mib} MiB"
-    if code == -signal.SIGKILL:
-        return "mle", code, "killed by the kernel, most likely out of memory"
     if code < 0:
         name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-        return "killed", code, f"died of {name}"
+        # The kernel's killer, too, takes a program that is small itself where the whole machine is out of memory.
+        either = " (its own, or the kernel's on a machine without memory)" if code == -signal.SIGKILL else ""
+        return "killed", code, f"died of {name}{either}"
     return ("rte" if code else "ok"), code, text or (f"exit code {code}" if code else "")
 
 

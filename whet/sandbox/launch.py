@@ -145,7 +145,9 @@ def _bubblewrap(python: str, package: Path) -> list[str]:
         for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_KILL", "CAP_SYS_CHROOT"):
             words += ["--cap-add", capability]
     else:
-        words += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+        # The supervisor moves into a root folder of its own, then drops this; without landlock that is the only wall
+        # around the interpreter's files.
+        words += ["--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-add", "CAP_SYS_CHROOT"]
     for folder in ("/usr/lib", "/usr/lib64", "/lib", "/lib64"):
         if os.path.islink(folder):
             words += ["--symlink", os.readlink(folder), folder]
@@ -154,10 +156,17 @@ def _bubblewrap(python: str, package: Path) -> list[str]:
     library = Path(sysconfig.get_path("stdlib"))
     for path in (
         *("/nix/store", "/etc/ld.so.cache", "/usr/share/zoneinfo"),
-        *(library.parent, python, package / "isolation"),
+        *(library.parent, python, package / "sandbox"),
     ):
         if not str(path).startswith(("/usr/lib/", "/lib/")):
+            # Made by a bind, the folders above would be root's alone (mode 700), whom the children cannot be.
+            for folder in list(Path(path).parents)[-2::-1]:
+                words += ["--dir", str(folder)]
             words += ["--ro-bind-try", str(path), str(path)]
+    for name in ("site-packages", "dist-packages"):  # installed packages are none of a program's business
+        folder = str(library / name)
+        if os.path.isdir(folder):
+            words += ["--tmpfs", folder, "--remount-ro", folder]
     for device in ("/dev/null", "/dev/urandom"):
         words += ["--dev-bind", device, device]
     return [*words, "--proc", "/proc", "--remount-ro", "/", "--hostname", "sandbox", "--chdir", "/", "--"]

@@ -133,8 +133,10 @@ class Sandbox:
                 verdict = run_program(
                     supervisor, _PROBE, b"", timeout_s=10, memory_mib=128, max_output_bytes=1000
                 )
+                if verdict.status != "ok":  # no breach: for want of a right, or of a file that it may read
+                    raise SupervisorError(f"the probe did not run: {verdict.message}")
                 if verdict.stdout != "True\n":
-                    raise SupervisorError(f"the probe was not contained: {verdict.message or verdict.stdout}")
+                    raise SupervisorError("the probe was not contained")
             except SupervisorError as error:
                 reasons.append(f"{backend}: {error}")
                 supervisor.close()

@@ -42,6 +42,7 @@ def main(
     processes: int,
     ruleset: int,
     *,
+    leaves_root: bool,
     parent: int,
     memory_bytes: int,
     cpu_s: int,
@@ -52,6 +53,7 @@ def main(
         fds: stdin, stdout, stderr, status, payload and, if there is one, the channel.
         processes: The folder /proc, open.
         ruleset: Of landlock; -1 for none.
+        leaves_root: See `lockdown.drop_privileges`.
         parent: Process id of the supervisor.
         memory_bytes: Total address space.
         cpu_s: CPU seconds.
@@ -70,7 +72,7 @@ def main(
             os.dup2(ruleset, _RULES_FD)
         os.closerange(_RULES_FD + (ruleset >= 0), 1 << 16)
         lockdown.set_limits(memory_bytes, cpu_s)
-        lockdown.drop_privileges()
+        lockdown.drop_privileges(leaves_root=leaves_root)
         lockdown.die_with_parent(parent)
         lockdown.apply_filters(_RULES_FD if ruleset >= 0 else -1)
     except BaseException as error:

@@ -93,13 +93,24 @@ def make_ruleset(readable: Iterable[str], listable: Iterable[str]) -> int:
     return ruleset
 
 
-def drop_privileges() -> None:
-    """Stop being root; if the kernel forbids that, drop every capability.
+def is_open_to_all(folder: str) -> bool:
+    """Say whether every user can list and read a folder, and enter all folders above it."""
+    parts = os.path.realpath(folder).split("/")
+    above = ("/".join(parts[:count]) or "/" for count in range(1, len(parts)))
+    return os.stat(folder).st_mode & 0o5 == 0o5 and all(os.stat(path).st_mode & 0o1 for path in above)
+
+
+def drop_privileges(*, leaves_root: bool) -> None:
+    """Drop every capability; if asked to and allowed by the kernel, stop being root, too.
+
+    Args:
+        leaves_root: Whether nobody could still read what a program imports. Root without capabilities is confined by
+            landlock and seccomp as any other user is.
 
     Raises:
-        OSError: If neither works.
+        OSError: If the capabilities cannot be dropped.
     """
-    if os.geteuid() == 0:
+    if leaves_root and os.geteuid() == 0:
         try:
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)

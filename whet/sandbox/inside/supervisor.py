@@ -85,7 +85,7 @@ class Supervisor:
                 importlib.import_module(name)
         with suppress(locale.Error):  # loaded now: a child cannot read locale files
             locale.setlocale(locale.LC_ALL, "")
-        self.ruleset = _drop_access()
+        self.ruleset, self.leaves_root = _drop_access()
         gc.collect()
         gc.freeze()
         self.memory_bytes = int(self._read("self/statm").split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -134,6 +134,7 @@ class Supervisor:
                     list(fds)[1:],
                     self.processes,
                     self.ruleset,
+                    leaves_root=self.leaves_root,
                     parent=self.pid,
                     memory_bytes=self.memory_bytes + memory_bytes,
                     cpu_s=cpu_s,
@@ -189,8 +190,12 @@ def _move_up(fd: int) -> int:
     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE_FD)
 
 
-def _drop_access() -> int:
-    """Drop access to the machine's files as far as the kernel allows; return the landlock ruleset, -1 for none."""
+def _drop_access() -> tuple[int, bool]:
+    """Drop access to the machine's files as far as the kernel allows.
+
+    Returns:
+        The landlock ruleset, -1 for none, and whether another user than root can still read the library.
+    """
     library = sysconfig.get_path("stdlib")
     extensions = os.path.join(library, "lib-dynload")
     inside = [
@@ -202,9 +207,11 @@ def _drop_access() -> int:
     if lockdown.landlock_version():
         ruleset = lockdown.make_ruleset([*inside, extensions, "/usr/share/zoneinfo"], [library])
     sys.path[:] = [library, extensions]
+    leaves_root = lockdown.is_open_to_all(library)
     with suppress(OSError):  # only root may, and only root needs it (if the library is in a private folder)
         os.chroot(library)
         os.chdir("/")
+        leaves_root = True
         sys.path[:] = ["/", "/lib-dynload"]
         for module in list(sys.modules.values()):
             places = getattr(module, "__path__", None)
@@ -215,7 +222,7 @@ def _drop_access() -> int:
         del sys.modules[name]
     os.environ.clear()
     os.environ.update({"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TZ": "UTC"})
-    return ruleset
+    return ruleset, leaves_root
 
 
 def main() -> None:
