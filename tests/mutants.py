@@ -15,10 +15,11 @@ Mutants that cannot be told from the original are left out. Among those that wer
 - `train/objective/advantage.py`, GDPO's whitening without `- mean`: each reward's z-scores add up to 0 in every group,
   so the mean of their sums is 0.
 - The same file, `_paid_early` without `[:-1]`: the last turn's reward is taken from and given to the last token.
-- `eval/compare/paired.py`, `difference = a - b`: only its absolute values, spread and number are used; the sign comes
-  from `paired_bootstrap(a, b)`, which has a row. `2**i <= num_samples`: the last k is written twice with one value.
+- `eval/compare/paired.py`, `difference = a - b`: only its spread and number are used; the sign comes from
+  `paired_interval(a, b)`, which has a row. `2**i <= num_samples`: the last k is written twice with one value.
 - `rewards/answers/structure.py`, brackets that do not fit: `_top_level` has found that none of them embraces the text.
-- `stats.py`, Wilson's lower end without its case for 0: centre and half width are the same number there.
+- `stats.py`, Wilson's lower end without its case for 0: centre and half width are the same number there. `t_tails`
+  without its case for one degree of freedom: the sum there is multiplied by 0.
 - `model/quant.py`, int8 without the guard for rows of zeros: 0 / 0 becomes code 0, as with it.
 - `algo/signal.py` and `algo/advantages.py`: masks of what a later mask sets to 0.
 """
@@ -1003,22 +1004,35 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("sign", "math.comb(num_samples - num_correct, k)", "math.comb(num_correct, k)"),
         ("denominator", "for answer in winners) / len(winners)", "for answer in winners) / len(votes)"),
         ("mask", "votes.items() if count == most]", "votes.items()]"),
-        ("sign", "difference = b - a", "difference = a - b"),
+        ("sign", "difference, size = b - a, a.size + 1", "difference, size = a - b, a.size + 1"),
+        ("denominator", "difference, size = b - a, a.size + 1", "difference, size = b - a, a.size"),
         (
             "denominator",
-            "(1 + int(extreme.sum())) / (1 + num_resamples)",
-            "int(extreme.sum()) / num_resamples",
+            "(squares / size - centre**2, 0.0) / size)",
+            "(squares / size - centre**2, 0.0) / a.size)",
         ),
-        ("bound", ">= abs(observed) - 1e-12", "> abs(observed)"),
-        ("sign", "np.abs(means - observed)", "np.abs(means)"),
-        ("factor", "(successes + z * z / 2)", "(successes + z * z / 4)"),
+        ("factor", "float((difference**2).sum()) + largest**2", "float((difference**2).sum())"),
+        ("bound", "        p = max(p, 2.0 ** (1 -", "        p = min(p, 2.0 ** (1 -"),
+        ("bound", "(1 - int(np.count_nonzero(", "(0 - int(np.count_nonzero("),
+        ("guard", "    if p >= 1 - confidence:", "    if False:"),
+        ("choice", "p = exact_p if p < 1 - confidence else max(p, exact_p)", "p = exact_p"),
+        ("factor", "(float(((values - mean) ** 2).sum()) + 0.25)", "(float(((values - mean) ** 2).sum()))"),
+        ("denominator", "_wilson(mean, values.size / effect,", "_wilson(mean, values.size,"),
+        ("bound", "_t_quantile(0.95, max(1, values.size - 1))", "_two_sided_z(0.95)"),
+        (
+            "bound",
+            "range(3 if freedom % 2 else 2, freedom - 1, 2)",
+            "range(3 if freedom % 2 else 2, freedom, 2)",
+        ),
+        ("bound", "return max(1 - inside, 1e-15)", "return 1 - inside"),
+        ("factor", "(n * share + z * z / 2)", "(n * share + z * z / 4)"),
         (
             "denominator",
-            "centre = (successes + z * z / 2) / (n + z * z)",
-            "centre = (successes + z * z / 2) / n",
+            "centre = (n * share + z * z / 2) / (n + z * z)",
+            "centre = (n * share + z * z / 2) / n",
         ),
-        ("bound", "1.0 if successes == n else centre + half", "centre + half"),
-        ("sign", "1.0 if successes == n else centre + half", "1.0 if successes == n else centre - half"),
+        ("bound", "1.0 if successes == n else interval.high", "interval.high"),
+        ("sign", "1.0 if successes == n else interval.high", "1.0 if successes == n else interval.low"),
         (
             "choice",
             "if np.isin(values, (0.0, 1.0)).all():",
@@ -1027,9 +1041,9 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ),
         (
             "bound",
-            "max(lowest, value - unseen)",
-            "value - unseen",
-            ("tests/eval/test_eval_metrics.py", "tests/eval/test_paired.py"),
+            "max(lowest, -unseen), min(highest, unseen)",
+            "-unseen, unseen",
+            ("tests/eval/test_eval_metrics.py", STATS),
         ),
         (
             "choice",
@@ -1084,17 +1098,15 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("choice", "return self.p_holm < ALPHA", "return self.p < ALPHA"),
         ("bound", "range(1, num_samples.bit_length())", "range(2, num_samples.bit_length())"),
         ("mask", "a is not None and b is not None]", "a is not None]"),
-        ("sign", "paired_bootstrap(a, b, num_resamples", "paired_bootstrap(b, a, num_resamples"),
-        ("bound", "p = max(p, 2.0 **", "p = min(p, 2.0 **"),
-        ("bound", "(1 - max(1, int(np.count_nonzero(", "(0 - max(1, int(np.count_nonzero("),
+        ("sign", "paired_interval(a, b, bounds", "paired_interval(b, a, bounds"),
         ("bound", "right_a, right_b = a > 0.5, b > 0.5", "right_a, right_b = a >= 0.5, b >= 0.5"),
         (
             "sign",
             "(int((right_a & ~right_b).sum()), int((right_b & ~right_a).sum()))",
             "(int((right_b & ~right_a).sum()), int((right_a & ~right_b).sum()))",
         ),
-        ("choice", "        p = mcnemar_exact(*flips)", "        pass"),
-        ("choice", "interval = unanimous(interval.mean, n, -1.0)", "interval = unanimous(interval.mean, n)"),
+        ("choice", "exact_p = mcnemar_exact(*flips)", "exact_p = None"),
+        ("choice", "bounds = (-1.0, 1.0) if unit(", "bounds = (0.0, 1.0) if unit("),
         ("denominator", "difference_P.std(ddof=1)) / math.sqrt(n)", "difference_P.std(ddof=1))"),
         ("denominator", "float(difference_P.std(ddof=1))", "float(difference_P.std())"),
         ("bound", "FEWEST_FLIPS / n", "1 / n"),
@@ -1130,8 +1142,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("choice", "if done.reward == highest])", "])"),
         ("choice", 'done.grade.verdict == "perfect"', 'done.grade.verdict != "none"'),
         ("bound", "sum(0 < c < count for c in correct_P)", "sum(0 <= c < count for c in correct_P)"),
-        ("sign", "paired_bootstrap(pass_P[1], pass_P[count]", "paired_bootstrap(pass_P[count], pass_P[1]"),
-        ("guard", "if count > 1 and gap.low == gap.high:", "if False:"),
+        ("sign", "paired_interval(pass_P[1], pass_P[count]", "paired_interval(pass_P[count], pass_P[1]"),
+        ("guard", "1.0 if count > 1 else math.inf", "1.0"),
         ("mask", "done.grade.is_correct == is_right]", "done.grade.is_correct != is_right]"),
         (
             "denominator",
@@ -1141,7 +1153,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("choice", '"num_samples": len(values)', '"num_samples": len(rows)'),
         ("denominator", "verdicts.count(name) / len(verdicts)", "verdicts.count(name) / len(samples)"),
         ("denominator", "return sum(values) / len(values)", "return sum(values) / max(1, len(values) - 1)"),
-        ("choice", "bootstrap_interval if name in COUNTS else share_interval", "share_interval"),
+        ("choice", "is_count = name in COUNTS", "is_count = False"),
         ("bound", "is_anecdote = count == 1 or len(problems) == 1", "is_anecdote = count == 1"),
     ],
     ("eval/confidence.py", ("tests/eval/test_confidence.py",)): [

@@ -9,12 +9,15 @@ from whet import stats
 from whet.stats import (
     Interval,
     _interval,
+    _t_quantile,
     bootstrap_interval,
     majority_at_k,
     mcnemar_exact,
     minimum_detectable_effect,
-    paired_bootstrap,
+    paired_interval,
     pass_at_k,
+    share_interval,
+    t_tails,
     wilson_interval,
 )
 
@@ -98,18 +101,115 @@ def test_bootstrap_interval_covers_the_truth(a, b, num_problems):
     assert abs(hits / 2000 - 0.95) <= COVERAGE
 
 
-def test_paired_interval_covers_the_true_difference():
+def shares(rng, num_draws, num_problems, accuracy, num_samples, shift=0.0):
+    """Two systems on problems of differing difficulty, Beta(accuracy, 1 - accuracy) x 2; the second is better by a
+    shift of the log odds. Returns both systems' shares of right samples, and the true accuracies."""
+    everyone = np.clip(rng.beta(2 * accuracy, 2 * (1 - accuracy), 200_000), 1e-9, 1 - 1e-9)
+    first_RP = everyone[: num_draws * num_problems].reshape(num_draws, num_problems)
+
+    def better(p):
+        return 1 / (1 + np.exp(-(np.log(p / (1 - p)) + shift)))
+
+    drawn = [rng.binomial(num_samples, p_RP) / num_samples for p_RP in (first_RP, better(first_RP))]
+    return *drawn, everyone.mean(), better(everyone).mean()
+
+
+GRID = [(30, 0.05, 4), (30, 0.05, 16), (30, 0.5, 8), (10, 0.2, 4), (100, 0.05, 8)]
+
+
+@pytest.mark.parametrize(("num_problems", "accuracy", "num_samples"), GRID)
+def test_intervals_of_few_problems_cover_the_truth(num_problems, accuracy, num_samples):
     rng = np.random.default_rng(0)
-    hits = 0
-    for trial in range(2000):
-        difficulty = rng.beta(1, 2, size=100)  # the second system solves a third of what the first one fails
-        first, second = (
-            rng.binomial(8, difficulty) / 8,
-            rng.binomial(8, difficulty + (1 - difficulty) / 3) / 8,
-        )
-        interval, _ = paired_bootstrap(first, second, num_resamples=1000, seed=trial)
-        hits += interval.low <= (2 / 3) / 3 <= interval.high
-    assert abs(hits / 2000 - 0.95) <= COVERAGE
+    draws = 1000
+    first_RP, second_RP, truth, better = shares(rng, draws, num_problems, accuracy, num_samples, 1.0)
+    again_RP = shares(np.random.default_rng(0), draws, num_problems, accuracy, num_samples)[1]
+    mean, null, real, false_alarms = 0, 0, 0, 0
+    for first_P, second_P, again_P in zip(first_RP, second_RP, again_RP, strict=True):
+        interval = share_interval(first_P)
+        mean += interval.low <= truth <= interval.high
+        delta, p = paired_interval(first_P, second_P, bounds=(-1.0, 1.0))
+        real += delta.low <= better - truth <= delta.high
+        assert (p < 0.05) == (not delta.low <= 0 <= delta.high)
+        delta, p = paired_interval(first_P, again_P, bounds=(-1.0, 1.0))
+        null += delta.low <= 0 <= delta.high
+        false_alarms += p < 0.05
+    # Three standard errors of 1,000 draws at 95 % are 2.1 points; below nominal by another point at most.
+    assert min(mean, null, real) >= 919
+    assert false_alarms <= 71
+
+
+def test_intervals_of_shares_are_not_wide_for_that():
+    rng = np.random.default_rng(2)
+    values = rng.binomial(8, rng.beta(1, 2, size=200)) / 8
+    plain = 2 * 1.96 * values.std() / math.sqrt(200)
+    ours = share_interval(values)
+    assert ours.high - ours.low == pytest.approx(plain, rel=0.03)
+    other = rng.binomial(8, rng.beta(1, 2, size=200)) / 8
+    delta, _ = paired_interval(values, other)
+    plain = 2 * 1.96 * (other - values).std() / math.sqrt(200)
+    assert delta.high - delta.low == pytest.approx(plain, rel=0.05)
+
+
+def test_share_interval_is_wilsons_of_as_many_verdicts_as_have_that_variance():
+    assert share_interval([0.0, 1.0, 1.0, 0.0, 1.0]) == wilson_interval(3, 5)
+    assert share_interval([1.0] * 9) == wilson_interval(9, 9)
+    # Halves and three quarters: mean 5/8, squares 16/64, of verdicts 16 * 15/64, and t(15)
+    t = 2.131450
+    n = 16 / ((16 / 64 + 1 / 4) / (16 * 15 / 64 + 1 / 4))
+    centre = (n * 5 / 8 + t * t / 2) / (n + t * t)
+    half = t * math.sqrt(n * 15 / 64 + t * t / 4) / (n + t * t)
+    interval = share_interval([0.5] * 8 + [0.75] * 8)
+    assert (interval.low, interval.high) == (
+        pytest.approx(centre - half, abs=1e-6),
+        pytest.approx(centre + half, abs=1e-6),
+    )
+
+
+def test_paired_interval_is_that_of_agresti_and_min():
+    # 100 problems, 2 lost and 9 won, and 1/2 added to each: (w - l) / N +- t sqrt((w + l - (w - l)^2 / N) / N^2)
+    won, lost, size, t = 9.5, 2.5, 101, 1.983731
+    half = t * math.sqrt(won + lost - (won - lost) ** 2 / size) / size
+    scores = np.zeros((2, 100))
+    scores[0, :2] = scores[1, 2:11] = 1
+    delta, p = paired_interval(*scores)
+    assert delta.mean == pytest.approx(0.07)
+    assert (delta.low, delta.high) == (
+        pytest.approx(7 / size - half, abs=1e-6),
+        pytest.approx(7 / size + half, abs=1e-6),
+    )
+    assert 0.03 < p < 0.05
+    # The scale of the scores does not matter.
+    tenth, same = paired_interval(*(scores / 10))
+    assert (tenth.low, tenth.high, same) == (
+        pytest.approx(delta.low / 10),
+        pytest.approx(delta.high / 10),
+        pytest.approx(p),
+    )
+
+
+def test_verdicts_have_an_interval_that_excludes_0_exactly_if_mcnemar_does():
+    for n in (6, 10, 30, 100):
+        for lost, won in itertools.product(range(n + 1), repeat=2):
+            if 0 < lost + won <= min(n, 24):
+                scores = np.zeros((2, n))
+                scores[0, :lost] = scores[1, lost : lost + won] = 1
+                exact = mcnemar_exact(lost, won)
+                delta, p = paired_interval(*scores, bounds=(-1.0, 1.0), exact_p=exact)
+                assert p == exact
+                assert (p < 0.05) == (not delta.low <= 0 <= delta.high)
+                assert -1 <= delta.low <= delta.mean <= delta.high <= 1
+
+
+def test_t_distribution_equals_scipys():
+    scipy_stats = pytest.importorskip("scipy.stats")
+    for freedom in (1, 2, 3, 4, 7, 30, 101, 1000):
+        for t in (0.0, 0.3, 1.0, 2.5, 6.0):
+            assert t_tails(t, freedom) == pytest.approx(2 * scipy_stats.t.sf(t, freedom), abs=1e-12)
+        for confidence in (0.5, 0.95, 0.999):
+            theirs = scipy_stats.t.ppf((1 + confidence) / 2, freedom)
+            assert _t_quantile(confidence, freedom) == pytest.approx(theirs, rel=1e-9)
+    assert t_tails(2.0, 10**6) == pytest.approx(2 * scipy_stats.t.sf(2.0, 1000), abs=1e-12)
+    assert t_tails(1e9, 50) > 0
 
 
 def test_wilson_interval_covers_the_truth():
@@ -143,7 +243,7 @@ def test_paired_p_value_is_near_the_permutation_tests():
     rng = np.random.default_rng(3)
     first = rng.binomial(8, rng.beta(1, 2, 150)) / 8
     second = np.clip(first + rng.choice([-0.125, 0, 0.125], 150, p=[0.25, 0.4, 0.35]), 0, 1)
-    _, ours = paired_bootstrap(first, second, num_resamples=20_000)
+    _, ours = paired_interval(first, second)
     theirs = scipy_stats.permutation_test(
         (second, first),
         lambda b, a, axis: np.mean(b - a, axis=axis),
@@ -268,39 +368,38 @@ def test_wilson_interval_refuses(arguments):
         wilson_interval(*arguments)
 
 
-def test_paired_bootstrap_sees_a_paired_difference_and_its_direction():
+def test_paired_interval_sees_a_paired_difference_and_its_direction():
     rng = np.random.default_rng(0)
     difficulty = rng.random(200)
     a, b = difficulty, difficulty + 0.05 + 0.02 * rng.standard_normal(200)
-    delta, p_value = paired_bootstrap(a, b)
+    delta, p_value = paired_interval(a, b)
     assert (
         0.04 < delta.low < delta.mean < delta.high < 0.06
     )  # spread between problems (0.29) has left the interval
-    assert p_value == 1 / 2001
-    reverse, _ = paired_bootstrap(b, a)
+    assert p_value < 1e-12
+    reverse, same = paired_interval(b, a)
     assert (reverse.low, reverse.high) == (pytest.approx(-delta.high), pytest.approx(-delta.low))
+    assert same == p_value
 
 
-def test_paired_bootstrap_p_value_is_uniform_under_the_null():
+def test_paired_p_value_is_uniform_under_the_null():
     rng = np.random.default_rng(0)
-    p_values = np.array(
-        [
-            paired_bootstrap(rng.random(40), rng.random(40), num_resamples=200, seed=trial)[1]
-            for trial in range(400)
-        ]
-    )
-    # 5 % nominal, 400 trials: standard error 1.1 %; the bootstrap is slightly liberal at P=40.
-    assert 0.02 <= (p_values <= 0.05).mean() <= 0.10
-    assert 0.42 <= (p_values <= 0.5).mean() <= 0.58
+    p_values = np.array([paired_interval(rng.random(40), rng.random(40))[1] for _ in range(2000)])
+    # 5 % nominal, 2,000 trials: standard error 0.5 %; one problem more of the largest difference makes it careful.
+    assert 0.02 <= (p_values <= 0.05).mean() <= 0.06
+    assert 0.42 <= (p_values <= 0.5).mean() <= 0.53
 
 
-def test_paired_bootstrap_of_equal_systems_is_certain():
-    assert paired_bootstrap([0, 1, 1], [0, 1, 1]) == (Interval(0.0, 0.0, 0.0), 1.0)
+def test_systems_that_never_differ():
+    assert paired_interval([0, 1, 1], [0, 1, 1]) == (Interval(0.0, 0.0, 0.0), 1.0)
+    unseen = 1 - wilson_interval(3, 3).low
+    assert paired_interval([0, 1, 1], [0, 1, 1], bounds=(-1.0, 1.0)) == (Interval(0.0, -unseen, unseen), 1.0)
+    assert paired_interval([0, 1, 1], [0, 1, 1], bounds=(0.0, 1.0)) == (Interval(0.0, 0.0, unseen), 1.0)
 
 
-def test_paired_bootstrap_refuses_different_problems():
+def test_paired_interval_refuses_different_problems():
     with pytest.raises(ValueError, match="2 and 3"):
-        paired_bootstrap([0, 1], [0, 1, 1])
+        paired_interval([0, 1], [0, 1, 1])
 
 
 def test_mcnemar_has_its_closed_form():

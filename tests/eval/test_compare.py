@@ -439,7 +439,7 @@ def test_ten_mistakes_each_get_one_line(tmp_path: Path, monkeypatch: pytest.Monk
         ((a, torn), {}, "line 7 is damaged"),
         ((a, other), {}, "no problem in common"),
         ((model, tmp_path / "b"), {"eval": None}, "no config.yaml|give the protocol: --eval gsm8k"),
-        ((a, b), {"num_resamples": 100}, "num_resamples = 100: expected 2000 or more"),
+        ((a, b), {"shown_problems": 0}, "shown_problems = 0: expected 1 or more"),
         ((a, b), {"out": str(tmp_path / "taken")}, "already exists and is never overwritten"),
         ((a, b), {"prompts": ("questions.txt",)}, "no such file 'questions.txt'"),
         ((a, b), {"prompts": (str(tmp_path / "file.txt"),)}, "has no line to ask"),
@@ -524,9 +524,7 @@ def test_runs_are_compared_on_the_task_that_they_were_trained_on(
         UserError, match=r"trained on different tasks \(.*sft: arithmetic, .*other: products\)"
     ):
         check(CompareConfig(models=(str(tmp_path / "sft"), str(tmp_path / "other"))), resume=False)
-    config = CompareConfig(
-        models=(str(tmp_path / "sft"), str(tmp_path / "rl")), out=str(tmp_path / "out"), num_resamples=2000
-    )
+    config = CompareConfig(models=(str(tmp_path / "sft"), str(tmp_path / "rl")), out=str(tmp_path / "out"))
     main(config)
     assert "evaluated on arithmetic/test, as trained" in capsys.readouterr().out
     stored = json.loads((tmp_path / "out/compare.json").read_text())

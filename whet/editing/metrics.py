@@ -15,7 +15,7 @@ from whet.editing.facts import Fact
 from whet.editing.sites import Prompted, Reader, prompted, start_ids
 from whet.generate.engine import Request
 from whet.generate.sampling import SamplingParams, sequence_seed
-from whet.stats import bootstrap_interval, mcnemar_exact, paired_bootstrap, share_interval
+from whet.stats import bootstrap_interval, mcnemar_exact, paired_interval, share_interval
 
 GENERATED_TOKENS = 60
 MIN_FACTS = 6
@@ -184,7 +184,7 @@ def interval_of(values: Sequence[float], *, is_share: bool, seed: int = 0) -> di
     """Return a mean with its 95 % interval over facts; low and high are None where there are too few for one."""
     if len(values) < MIN_FACTS and not (is_share and all(value in (0.0, 1.0) for value in values)):
         return {"mean": sum(values) / len(values), "low": None, "high": None}
-    return asdict(share_interval(values, seed) if is_share else bootstrap_interval(values, seed=seed))
+    return asdict(share_interval(values) if is_share else bootstrap_interval(values, seed=seed))
 
 
 def summarise(
@@ -192,7 +192,7 @@ def summarise(
 ) -> dict[str, dict[str, Any]]:
     """Return each metric before and after, with 95 % intervals over facts, and a paired test of the difference.
 
-    Fewer than six facts have no bootstrap: no interval but Wilson's, and no p-value but McNemar's exact one.
+    Fewer than six facts: no interval but Wilson's, and no p-value but McNemar's exact one.
 
     Args:
         before: Scores of the model as it was.
@@ -215,8 +215,8 @@ def summarise(
         elif len(values) < MIN_FACTS:
             row |= {"p_value": None, "test": TOO_FEW}
         else:
-            row["p_value"] = paired_bootstrap(old[name], values, seed=seed)[1]
-            row["test"] = "paired bootstrap"
+            row["p_value"] = paired_interval(old[name], values)[1]
+            row["test"] = "paired t"
         found[name] = row
     parts = [name for name in ("efficacy", "paraphrase", "neighbourhood") if name in new]
     if len(parts) == 3:

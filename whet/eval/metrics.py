@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -14,10 +15,9 @@ from whet.stats import (
     Interval,
     bootstrap_interval,
     detectable_difference,
-    paired_bootstrap,
+    paired_interval,
     pass_at_k,
     share_interval,
-    unanimous,
     wilson_interval,
 )
 from whet.types import Problem
@@ -83,8 +83,8 @@ def headline(
 
     intervals: dict[str, Interval] = {}
     for name, values in per_problem.items():
-        interval_of = bootstrap_interval if name in COUNTS else share_interval
-        intervals[name] = interval_of(values, seed=seed)
+        is_count = name in COUNTS
+        intervals[name] = bootstrap_interval(values, seed=seed) if is_count else share_interval(values)
     return intervals
 
 
@@ -129,9 +129,9 @@ def summarise(
         "mixed": sum(0 < c < count for c in correct_P),
         "never": sum(c == 0 for c in correct_P),
     }
-    gap, _ = paired_bootstrap(pass_P[1], pass_P[count], seed=seed)
-    if count > 1 and gap.low == gap.high:
-        gap = unanimous(gap.mean, len(problems))
+    # With one sample both are the same number, and nothing is open.
+    bounds = (0.0, 1.0 if count > 1 else math.inf)
+    gap, _ = paired_interval(pass_P[1], pass_P[count], bounds=bounds)
     answers = [[done.grade.answer for done in row] for row in samples]
     votes = [vote_share(row) for row in answers]
     entropies = [value for row in answers if (value := answer_entropy(row)) is not None]
@@ -143,7 +143,7 @@ def summarise(
         "num_samples": count,
         "metrics": {name: asdict(interval) for name, interval in metrics.items()},
         "minimum_detectable_effect": detectable_difference(pass_P[1]),
-        "pass@k": {str(k): asdict(share_interval(values, seed)) for k, values in pass_P.items()},
+        "pass@k": {str(k): asdict(share_interval(values)) for k, values in pass_P.items()},
         "consistency": {
             name: asdict(wilson_interval(number, len(problems))) for name, number in classes.items()
         },
@@ -152,7 +152,7 @@ def summarise(
         "lengths": {name: _lengths(samples, is_right, seed) for name, is_right in VERDICTS.items()},
         "confidence": {
             **{name: _over_problems(samples, measure, None, seed) for name, measure in CONFIDENCE.items()},
-            "vote_share": asdict(share_interval(votes, seed)),
+            "vote_share": asdict(share_interval(votes)),
             "answer_entropy": asdict(bootstrap_interval(entropies, seed=seed)) if entropies else None,
         },
         "pass@1 by": {
@@ -174,7 +174,7 @@ def breakdown(problems: Sequence[Problem], samples: Rows) -> dict[str, dict[str,
             if problem.meta.get(label):
                 rows.setdefault(problem.meta[label], []).append(_mean([s.grade.is_correct for s in row]))
         if len(rows) > 1:
-            found[label] = {value: share_interval(values, 0) for value, values in sorted(rows.items())}
+            found[label] = {value: share_interval(values) for value, values in sorted(rows.items())}
     return found
 
 

@@ -382,7 +382,7 @@ def measure_games(
                 opponent.close()
         results = [game.result or 0.0 for game in games]
         pairs = [(a + b) / 2 for a, b in zip(results[::2], results[1::2], strict=True)]
-        metrics[f"score_{label}"] = share_interval(pairs, seed)
+        metrics[f"score_{label}"] = share_interval(pairs)
         metrics[f"elo_{label}"] = elo_interval([0.0] * len(pairs), pairs, seed)
         reasons = [game.reason for game in games]
         details[label] = {

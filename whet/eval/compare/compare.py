@@ -238,15 +238,13 @@ class CompareConfig:
     directions: bool = False
     """Also measure in how many and in which directions each matrix changed, of models of one shape: heat maps over the
     layers (some seconds for each matrix of 1,000 x 1,000)."""
-    num_resamples: int = 2000
-    """Rounds of the bootstrap, 2000 or more."""
     seed: int = 0
-    """Seed of the bootstrap and of completions of `prompts`."""
+    """Seed of the completions of `prompts`."""
 
     def __post_init__(self) -> None:
         if len(self.models) == 1:
             raise ValueError(f"models = {self.models[0]}: expected two or more, as in `whet compare A B`")
-        least = {"num_resamples": 2000, "shown_problems": 1, "shown_samples": 0, "prompt_samples": 1}
+        least = {"shown_problems": 1, "shown_samples": 0, "prompt_samples": 1}
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected {low} or more")
@@ -388,7 +386,7 @@ def compare(sides: Sequence[StoredEval], names: Sequence[str], config: CompareCo
     Args:
         sides: Two or more.
         names: What they are called; each is compared with the one before it.
-        config: Seed and rounds of the bootstrap, and whether to accept differing protocols.
+        config: Whether to accept differing protocols, and what is shown.
 
     Returns:
         The content of compare.json.
@@ -410,16 +408,15 @@ def compare(sides: Sequence[StoredEval], names: Sequence[str], config: CompareCo
         score_problems([side.samples[uid] for uid in uids], [side.greedy[uid] for uid in uids], num_samples)
         for side in sides
     ]
-    options = {"num_resamples": config.num_resamples, "seed": config.seed}
     pairs = list(pairwise(range(len(sides))))
-    tables = compare_pairs(scores, pairs, **options)
+    tables = compare_pairs(scores, pairs)
     content = describe(sides, names, uids) | {"different": sorted(unlike), "num_samples": num_samples}
     content["pairs"] = pairs
     content["tables"] = [
         {
             "name": names[b],
             "against": names[a],
-            "rows": [_shown(row, names[a], names[b], config.num_resamples) for row in table.values()],
+            "rows": [_shown(row, names[a], names[b]) for row in table.values()],
             "reasoning": _reasoning(table.get("thinking_tokens"), names[a], names[b]),
         }
         for (a, b), table in zip(pairs, tables, strict=True)
@@ -431,16 +428,16 @@ def compare(sides: Sequence[StoredEval], names: Sequence[str], config: CompareCo
         }
         for score in scores
     ]
-    content["matrix"] = _matrix(scores, options) if len(sides) > 2 else None
+    content["matrix"] = _matrix(scores) if len(sides) > 2 else None
     steps = [table["pass@1"] for table in tables]
     if len(sides) > FEW:
         content["verdict"] = _verdict_of_many(names, [steps[0].a, *(row.b for row in steps)], content)
     else:
-        content["verdict"] = _verdict(names, steps, config.num_resamples)
+        content["verdict"] = _verdict(names, steps)
     content["steps"] = _steps(names)
     content["overview"] = _overview(names, content) if len(sides) > FEW else []
     content["verdicts"] = [count_verdicts(sides[a], sides[b], uids) for a, b in pairs]
-    content["by"] = _by_label(sides, scores, uids, options)
+    content["by"] = _by_label(sides, scores, uids)
     content["pass@k"] = {
         name: pass_curve(side, uids, num_samples) for name, side in zip(names, sides, strict=True)
     }
@@ -604,12 +601,7 @@ def _with_init(policy: PolicyConfig, init: str) -> PolicyConfig:
     return replace(policy, init=init, adapter="", model=ModelConfig(), **made)
 
 
-def _is_least(row: Paired, num_resamples: int) -> bool:
-    """Say whether a p-value is the least that so many rounds can give: 1 / (1 + rounds)."""
-    return row.p < 1.5 / (1 + num_resamples)
-
-
-def _shown(row: Paired, name_a: str, name_b: str, num_resamples: int) -> dict[str, Any]:
+def _shown(row: Paired, name_a: str, name_b: str) -> dict[str, Any]:
     """Return a row of the table as JSON, with its words and printed numbers."""
     low, high = row.difference.low, row.difference.high
     return asdict(row) | {
@@ -622,13 +614,13 @@ def _shown(row: Paired, name_a: str, name_b: str, num_resamples: int) -> dict[st
             "b": show(row.metric, row.b),
             "difference": show(row.metric, row.difference.mean, signed=True),
             "interval": f"{show(row.metric, low, signed=True)}, {show(row.metric, high, signed=True)}",
-            "p": show_p(row.p_holm, is_least=_is_least(row, num_resamples)),
+            "p": show_p(row.p_holm),
             "detectable": "" if row.detectable is None else show(row.metric, row.detectable),
         },
     }
 
 
-def _verdict(names: Sequence[str], steps: Sequence[Paired], num_resamples: int) -> str:
+def _verdict(names: Sequence[str], steps: Sequence[Paired]) -> str:
     """Say in a sentence which model is right more often, step by step, and where that cannot be said."""
     means = " → ".join(show("pass@1", mean) for mean in (steps[0].a, *(row.b for row in steps)))
     told: list[str] = []
@@ -638,7 +630,7 @@ def _verdict(names: Sequence[str], steps: Sequence[Paired], num_resamples: int) 
             low, high = (
                 show("pass@1", end, signed=True) for end in (row.difference.low, row.difference.high)
             )
-            p = show_p(row.p_holm, is_least=_is_least(row, num_resamples))
+            p = show_p(row.p_holm)
             size += f", 95 % interval {low} to {high}, p {p if p[0] == '<' else '= ' + p}"
         word = "better" if row.difference.mean > 0 else "worse"
         told.append(
@@ -708,15 +700,15 @@ def _reasoning(row: Paired | None, name_a: str, name_b: str) -> str:
     """Describe whether the reasoning got shorter, with both lengths and the interval."""
     if row is None:
         return ""
-    text = _shown(row, name_a, name_b, 0)["text"]
+    text = _shown(row, name_a, name_b)["text"]
     lengths = f"{name_a} {text['a']} tokens, {name_b} {text['b']}, difference {text['difference']}"
     return f"{lengths} [{text['interval']}]: {verdict(row, name_a, name_b)}"
 
 
-def _matrix(scores: Sequence[Mapping[str, Sequence[float | None]]], options: Mapping[str, int]) -> list[Any]:
+def _matrix(scores: Sequence[Mapping[str, Sequence[float | None]]]) -> list[Any]:
     """Compare pass@1 of every pair, corrected for the number of pairs; row minus column, None on the diagonal."""
     pairs = list(combinations(range(len(scores)), 2))
-    rows = [compare_scores("pass@1", scores[i]["pass@1"], scores[j]["pass@1"], **options) for i, j in pairs]
+    rows = [compare_scores("pass@1", scores[i]["pass@1"], scores[j]["pass@1"]) for i, j in pairs]
     found = [row for row in rows if row is not None]
     cells: list[list[Any]] = [[None] * len(scores) for _ in scores]
     for (i, j), row, p in zip(pairs, found, holm([row.p for row in found]), strict=True):
@@ -724,7 +716,7 @@ def _matrix(scores: Sequence[Mapping[str, Sequence[float | None]]], options: Map
             mean = sign * row.difference.mean
             cells[top][left] = {
                 "text": show("pass@1", mean, signed=True),
-                "p": show_p(p, is_least=_is_least(row, options["num_resamples"])),
+                "p": show_p(p),
                 "mean": mean,
                 "p_holm": p,
             }
@@ -735,7 +727,6 @@ def _by_label(
     sides: Sequence[StoredEval],
     scores: Sequence[Mapping[str, Sequence[float | None]]],
     uids: Sequence[str],
-    options: Mapping[str, int],
 ) -> dict[str, list[dict[str, Any]]]:
     """Compare pass@1 within each value of a label (subject, level), every other model with the first."""
     found: dict[str, list[dict[str, Any]]] = {}
@@ -746,7 +737,7 @@ def _by_label(
                 places.setdefault(str(value), []).append(place)
         for value, inside in sorted(places.items() if len(places) > 1 else ()):
             parts = [[score["pass@1"][place] for place in inside] for score in scores]
-            rows = [compare_scores("pass@1", parts[0], part, **options) for part in parts[1:]]
-            cells = [_shown(row, "", "", options["num_resamples"]) for row in rows if row is not None]
+            rows = [compare_scores("pass@1", parts[0], part) for part in parts[1:]]
+            cells = [_shown(row, "", "") for row in rows if row is not None]
             found.setdefault(label, []).append({"value": value, "num_problems": len(inside), "cells": cells})
     return found

@@ -18,9 +18,8 @@ from whet.eval.confidence import answer_entropy, vote_score, vote_share
 from whet.stats import (
     Interval,
     mcnemar_exact,
-    paired_bootstrap,
+    paired_interval,
     pass_at_k,
-    unanimous,
 )
 
 ALPHA = 0.05
@@ -48,7 +47,7 @@ class Paired:
         a: Mean of the first model.
         b: Mean of the second.
         difference: b - a with its 95 % interval over problems.
-        p: Two-sided p-value: exact McNemar for one right-or-wrong verdict per problem, else paired bootstrap.
+        p: Two-sided p-value: exact McNemar for one right-or-wrong verdict per problem, else t (`paired_interval`).
         p_holm: The same, corrected for the number of models compared with the first.
         flips: Problems that only the first has right, and that only the second has right; None if a score is not a
             verdict.
@@ -116,26 +115,13 @@ def _mean_of_known(row: Sequence[Row], name: str) -> float | None:
     return _mean(values) if values else None
 
 
-def compare_scores(
-    metric: str,
-    a_P: Sequence[float | None],
-    b_P: Sequence[float | None],
-    *,
-    num_resamples: int = 2000,
-    seed: int = 0,
-) -> Paired | None:
-    """Compare one metric of two models.
-
-    The bootstrap alone is overconfident: three problems that all changed the same way give p = 0. A sign-flip test with
-    m changed problems cannot go below 2^(1-m), so neither does this p. If all problems differ by the same amount, the
-    interval of a share is widened by what Wilson's leaves open for problems that were not drawn.
+def compare_scores(metric: str, a_P: Sequence[float | None], b_P: Sequence[float | None]) -> Paired | None:
+    """Compare one metric of two models (`paired_interval`); its interval excludes 0 exactly if p < 5 %.
 
     Args:
         metric: Its name.
         a_P: Scores of the first model, one per problem; None if it has none.
         b_P: Scores of the second on the same problems.
-        num_resamples: Bootstrap rounds.
-        seed: Seed of the bootstrap.
 
     Returns:
         The comparison over problems where both have a score; None if there is no such problem.
@@ -145,15 +131,13 @@ def compare_scores(
         return None
     a, b = (np.array(values) for values in zip(*pairs, strict=True))
     difference, n = b - a, len(pairs)
-    interval, p = paired_bootstrap(a, b, num_resamples=num_resamples, seed=seed)
-    p = max(p, 2.0 ** (1 - max(1, int(np.count_nonzero(np.abs(difference) > 1e-12)))))
-    if np.ptp(difference) < 1e-12 and unit(metric) == "%":
-        interval = unanimous(interval.mean, n, -1.0)
-    flips = None
+    flips = exact_p = None
     if metric == "greedy" or metric.startswith("maj@"):  # in a tied vote more than half must be right
         right_a, right_b = a > 0.5, b > 0.5
         flips = (int((right_a & ~right_b).sum()), int((right_b & ~right_a).sum()))
-        p = mcnemar_exact(*flips)
+        exact_p = mcnemar_exact(*flips)
+    bounds = (-1.0, 1.0) if unit(metric) == "%" else (-math.inf, math.inf)
+    interval, p = paired_interval(a, b, bounds=bounds, exact_p=exact_p)
     return Paired(
         metric=metric,
         a=float(a.mean()),
@@ -197,17 +181,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def compare_pairs(
     scores: Sequence[Mapping[str, Sequence[float | None]]],
     pairs: Sequence[tuple[int, int]],
-    *,
-    num_resamples: int = 2000,
-    seed: int = 0,
 ) -> list[dict[str, Paired]]:
     """Compare pairs of models, each metric corrected for the number of pairs (Holm).
 
     Args:
         scores: Scores of each model (`score_problems`), all over the same problems in the same order.
         pairs: Indices of the models that are compared, the earlier one first.
-        num_resamples: Bootstrap rounds.
-        seed: Seed of the bootstrap.
 
     Returns:
         For every pair: metric -> comparison, over the metrics that both have.
@@ -215,7 +194,7 @@ def compare_pairs(
     tables: list[dict[str, Paired]] = []
     for a, b in pairs:
         found = {
-            name: compare_scores(name, values, scores[b][name], num_resamples=num_resamples, seed=seed)
+            name: compare_scores(name, values, scores[b][name])
             for name, values in scores[a].items()
             if name in scores[b]
         }
@@ -241,11 +220,9 @@ def show(metric: str, value: float, *, signed: bool = False) -> str:
     return text.replace("-", "+" if signed else "") if not float(text) else text
 
 
-def show_p(p: float, *, is_least: bool = False) -> str:
-    """Write a p-value; the least that a bootstrap of so many rounds can give is a bound."""
-    if p < 0.001 or is_least:
-        return f"< {max(1, math.ceil(1000 * p)) / 1000:.3f}"
-    return f"{p:.3f}"
+def show_p(p: float) -> str:
+    """Write a p-value."""
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def verdict(row: Paired, name_a: str, name_b: str) -> str:

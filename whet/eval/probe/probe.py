@@ -27,7 +27,7 @@ from whet.generate.engine import Request
 from whet.generate.policy import Policy, PolicyConfig, TemplateName, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.model.lora.files import find_model
-from whet.stats import paired_bootstrap, share_interval
+from whet.stats import paired_interval, share_interval
 from whet.storage.folder import check_folder, dated, open_run
 from whet.telemetry.display import advancing, escape_controls, open_display
 from whet.telemetry.provenance import write_environment
@@ -167,12 +167,12 @@ def summarise(probes: Sequence[ModelProbe], config: ProbeConfig) -> dict[str, An
     """
     models = []
     for probe in probes:
-        kinds = {kind: _kind(probe, (kind,), config.seed) for kind in KINDS}
+        kinds = {kind: _kind(probe, (kind,)) for kind in KINDS}
         about: dict[str, Any] = {"model": probe.name, "remark": probe.remark, "skipped": dict(probe.skipped)}
-        about["kinds"] = kinds | {"all": _kind(probe, KINDS, config.seed)}
+        about["kinds"] = kinds | {"all": _kind(probe, KINDS)}
         about["perplexity"] = _perplexity(probe.perplexity)
         if probe is not probes[0]:
-            about["against_first"] = _against(probes[0], probe, config.seed)
+            about["against_first"] = _against(probes[0], probe)
         models.append(about | {"protocol": probe.protocol})
     counts = {"num_prompts": len(PROMPTS), "num_samples": config.num_samples}
     return counts | {"text": config.text or "bundled", "sampling": asdict(config.sampling), "models": models}
@@ -185,7 +185,7 @@ def _perplexity(found: Perplexity | None) -> dict[str, Any] | None:
     return ratios | {"num_tokens": found.num_tokens, "num_bytes": found.num_bytes}
 
 
-def _kind(probe: ModelProbe, kinds: Sequence[Kind], seed: int) -> dict[str, Any]:
+def _kind(probe: ModelProbe, kinds: Sequence[Kind]) -> dict[str, Any]:
     """Average over the samples of a prompt, then over the prompts of some kinds."""
     rows = {prompt: row for prompt, row in probe.replies.items() if prompt.kind in kinds}
     checked = [row for prompt, row in rows.items() if prompt.accepted]
@@ -200,19 +200,19 @@ def _kind(probe: ModelProbe, kinds: Sequence[Kind], seed: int) -> dict[str, Any]
     return {
         "num_prompts": len(rows),
         "num_checked": len(checked),
-        "right": _share(right, seed),
-        "greedy": _share(greedy_right, seed),
-        "numeric": _share(numeric, seed),
+        "right": _share(right),
+        "greedy": _share(greedy_right),
+        "numeric": _share(numeric),
         "tokens": sum(sampled_lengths) / len(sampled_lengths) if sampled_lengths else None,
     }
 
 
-def _share(rows: Sequence[Sequence[bool]], seed: int) -> dict[str, float] | None:
+def _share(rows: Sequence[Sequence[bool]]) -> dict[str, float] | None:
     """Return the mean of the rows' means with its interval over rows; None without rows."""
-    return asdict(share_interval([sum(row) / len(row) for row in rows], seed)) if rows else None
+    return asdict(share_interval([sum(row) / len(row) for row in rows])) if rows else None
 
 
-def _against(first: ModelProbe, other: ModelProbe, seed: int) -> dict[str, Any]:
+def _against(first: ModelProbe, other: ModelProbe) -> dict[str, Any]:
     """Compare with the first model on their common prompts, and on the text."""
     both = [prompt for prompt in first.replies if prompt in other.replies and prompt.accepted]
     found: dict[str, Any] = {"right": None, "p": None, "nats_per_byte": None, "perplexity_ratio": None}
@@ -220,7 +220,7 @@ def _against(first: ModelProbe, other: ModelProbe, seed: int) -> dict[str, Any]:
         first_P, other_P = (
             [_share_right(probe.replies[prompt][1:]) for prompt in both] for probe in (first, other)
         )
-        gain, found["p"] = paired_bootstrap(first_P, other_P, seed=seed)
+        gain, found["p"] = paired_interval(first_P, other_P, bounds=(-1.0, 1.0))
         found["right"] = asdict(gain)
     old, new = first.perplexity, other.perplexity
     if old is not None and new is not None:

@@ -37,7 +37,7 @@ class ThresholdConfig:
     gain: float | None = None
     """Minimum gain in pass@1 over the fine-tuned model."""
     gain_p: float | None = None
-    """The gain must be above 0 with a paired bootstrap p-value below this."""
+    """The gain must be above 0 with a paired p-value below this."""
     format: float | None = None
     """Minimum share of perfectly formatted completions after reinforcement."""
     ratio_drift: float | None = None

@@ -101,7 +101,7 @@ def measures_of(
 
     def share(name: str, values: Sequence[float]) -> None:
         if values:
-            metrics[name] = share_interval(list(values), 0)
+            metrics[name] = share_interval(list(values))
 
     if plays:
         share("legal", [float(one.is_legal) for one in plays])
@@ -188,7 +188,7 @@ def _puzzles(plays: Sequence[Said], metrics: dict[str, Interval], details: dict[
         ratings[name] = float(one.meta.get("rating", 0))
     if not solved:
         return
-    metrics["puzzle_solved"] = share_interval([float(value) for value in solved.values()], 0)
+    metrics["puzzle_solved"] = share_interval([float(value) for value in solved.values()])
     rated = [name for name in solved if ratings[name]]
     if rated:
         metrics["puzzle_elo"] = elo_interval([ratings[n] for n in rated], [solved[n] for n in rated])
@@ -233,5 +233,5 @@ def _suite(plays: Sequence[Said], metrics: dict[str, Interval], details: dict[st
     tables = [dict(json.loads(one.meta["points"])) for one in plays]
     earned = [table.get(one.move, 0) for one, table in zip(plays, tables, strict=True)]
     most = [max(table.values()) for table in tables]
-    metrics["suite"] = share_interval([got / top for got, top in zip(earned, most, strict=True)], 0)
+    metrics["suite"] = share_interval([got / top for got, top in zip(earned, most, strict=True)])
     details["suite_points"], details["suite_maximum"] = sum(earned), sum(most)
