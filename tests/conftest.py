@@ -21,12 +21,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import torch
+from needs import require
 
 from whet.eval.audit import audit
 from whet.generate import probe
 from whet.generate.policy import PolicyConfig
 from whet.kernels import dispatch
-from whet.kernels.cpu.build import library, reason
 from whet.model.config import ModelConfig
 from whet.recipes.models import demo_policy
 from whet.tasks.made.arithmetic import Arithmetic
@@ -72,8 +72,8 @@ def either(request: pytest.FixtureRequest) -> None:
     """The C++ kernels where there is a compiler, and what runs without one."""
     if request.param == "eager":
         request.getfixturevalue("eager")
-    elif library() is None:
-        pytest.skip(reason())
+    else:
+        require("kernels")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -303,6 +303,20 @@ def test_files_of_tests_have_names_of_their_own() -> None:
     assert [name for name, count in names.items() if count > 1 and name != "conftest.py"] == []
 
 
+def own_skips(tree: ast.Module) -> list[int]:
+    """Return the lines on which a test decides by itself that it is skipped."""
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    names = {"pytest.skip", "pytest.mark.skip", "pytest.mark.skipif", "unittest.skip"}
+    return [node.lineno for node in found if ast.unparse(node) in names]
+
+
+def test_one_place_decides_what_is_skipped() -> None:
+    """A test that names its own reason skips for errors, too, and fails where a program is missing: see needs.py."""
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path.name not in ("needs.py", "conftest.py")]
+    found = {path.name: own_skips(ast.parse(path.read_text(encoding="utf-8"))) for path in files}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
 def test_nothing_dangerous() -> None:
     found = {module: lines for module, tree in sources().items() if (lines := forbidden(tree))}
     assert {module: lines for module, lines in found.items() if module not in BEHIND_THE_WALL} == {}
@@ -347,6 +361,9 @@ def test_nothing_needs_one_makers_gpu() -> None:
 
 def test_the_checks_above_can_fail() -> None:
     """Each is shown a small guilty source."""
+    assert own_skips(
+        ast.parse("import pytest\n@pytest.mark.skipif(True, reason='')\ndef f(): pytest.skip(str(e))")
+    ) == [2, 3]
 
     def edges(**files: str) -> dict[str, dict[str, int]]:
         return graph({name.replace("__", "."): ast.parse(text) for name, text in files.items()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from needs import SHARED, needs, require
 from safetensors.torch import load_file, save_file
 
 from whet.compress.export import export as program
@@ -33,16 +33,10 @@ from whet.schema import SCHEMAS
 from whet.tasks.base import TaskConfig, load_task
 from whet.types import UserError
 
-STORIES = Path(__file__).parents[2].parent / "shared/data/models/stories260k"
-needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs the gguf package")
-needs_llama = pytest.mark.skipif(
-    importlib.util.find_spec("llama_cpp") is None or importlib.util.find_spec("gguf") is None,
-    reason="needs gguf and llama-cpp-python (bench/export_parity.py makes the whole table)",
-)
-needs_mlx = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("mlx", "mlx_lm")),
-    reason="needs mlx-lm (on Linux with mlx[cpu])",
-)
+STORIES = SHARED / "data/models/stories260k"
+needs_gguf = needs("gguf")
+needs_llama = needs("llama_cpp", "gguf")  # bench/export_parity.py makes the whole table
+needs_mlx = needs("mlx", "mlx_lm")
 SHAPE = ModelConfig(
     vocab_size=258,
     hidden_size=32,
@@ -436,8 +430,7 @@ def test_llama_cpp_turns_scaled_ropes_as_we_do(shape: dict[str, Any], tmp_path: 
 
 
 def test_sentencepiece_scores_give_the_tokenizer_s_own_ids() -> None:
-    if not STORIES.is_dir():
-        pytest.skip("needs shared/data/models/stories260k")
+    require("shared/data/models/stories260k")
     tokenizer = Tokenizer.load(STORIES)
     facts = express(tokenizer, tokenizer.vocab_size, tuple(tokenizer.stop_ids), "").facts
     score = dict(zip(facts["ggml.tokens"], facts["ggml.scores"], strict=True))

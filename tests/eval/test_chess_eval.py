@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import needs
 
 chess = pytest.importorskip("chess", reason="python-chess is not installed: the extra chess")
 
@@ -32,7 +33,7 @@ from whet.eval.metrics import headline_names  # noqa: E402
 from whet.generate.policy import PolicyConfig, load_policy  # noqa: E402
 from whet.generate.sampling import SamplingParams  # noqa: E402
 from whet.tasks.chess import task  # noqa: E402
-from whet.tasks.chess.stockfish import EngineError, find_stockfish  # noqa: E402
+from whet.tasks.chess.stockfish import EngineError  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +200,7 @@ def test_games_say_a_rating(tmp_path: Path) -> None:
     assert (tmp_path / "games.pgn").read_text().count("[Event ") == 6
 
 
-@pytest.mark.skipif(not find_stockfish(), reason="Stockfish is not installed: apt-get install stockfish")
+@needs("stockfish")
 def test_an_opponent_is_one_process_until_it_is_closed() -> None:
     opponent = Opponent(0, 50)
     first = opponent([chess.Board(), chess.Board()])

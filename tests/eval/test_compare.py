@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from needs import BROWSERS, needs, program
 
 from whet import cli
 from whet.eval.compare.asked import read_prompts
@@ -464,11 +465,8 @@ def test_hub_names_and_run_ids_are_understood(tmp_path: Path, monkeypatch: pytes
         locate("runs/rl-two")
 
 
-CHROMIUM = Path("/usr/bin/chromium")
-
-
 @pytest.mark.ci
-@pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Debian's chromium")
+@needs("browser")
 def test_the_page_filters_searches_and_turns_in_a_browser(tmp_path: Path) -> None:
     sync_api = pytest.importorskip("playwright.sync_api")
     a = evaluation(tmp_path / "a", [0] * 14 + [2] * 3)
@@ -479,7 +477,7 @@ def test_the_page_filters_searches_and_turns_in_a_browser(tmp_path: Path) -> Non
     run(tmp_path / "out", a, b)
     with sync_api.sync_playwright() as playwright:
         options = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=options)
+        browser = playwright.chromium.launch(executable_path=program(*BROWSERS), args=options)
         page = browser.new_page()
         faults: list[str] = []
         page.on("pageerror", lambda error: faults.append(str(error)))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import SHARED, require
 
 from whet import cli
 from whet.eval.probe.off_domain import (
@@ -30,7 +31,7 @@ from whet.generate.sampling import SamplingParams
 from whet.schema import ResponseSchema
 from whet.types import UserError
 
-STORIES = Path(__file__).parents[3] / "shared/data/models/stories260k"
+STORIES = SHARED / "data/models/stories260k"
 SHORT = SamplingParams(temperature=0.7, max_new_tokens=8)
 TEXT = GENERAL_TEXT.read_text(encoding="utf-8")[:400]
 
@@ -143,8 +144,7 @@ def test_uniform_model_has_the_perplexity_of_its_vocabulary(spelling: PolicyConf
 
 
 def test_every_byte_counts_behind_a_bos() -> None:
-    if not STORIES.is_dir():
-        pytest.skip("needs shared/data/models/stories260k")
+    require("shared/data/models/stories260k")
     policy = load_policy(PolicyConfig(init=str(STORIES)), seed=0)
     found = measure_perplexity(policy, TEXT)
     assert found.num_bytes == len(TEXT.encode())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs
 from test_plain import make_model
 
 from whet.algo.config import AlgoConfig
@@ -19,7 +20,6 @@ from whet.generate.policy import load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.generate.scoring import score_micro_batch
 from whet.kernels.cpu import ops as cpu
-from whet.kernels.cpu.build import library, reason
 from whet.kernels.cpu.layers import KEPT
 from whet.model.config import ModelConfig
 from whet.model.lora.side import LoRAConfig, attach, choose, sides_of
@@ -31,7 +31,7 @@ from whet.train.optim.step import OptimConfig
 from whet.train.rl_config import RLConfig
 from whet.types import MicroBatch
 
-pytestmark = pytest.mark.skipif(library() is None, reason=reason())
+pytestmark = needs("kernels")
 
 SHAPE = ModelConfig(
     family="llama", vocab_size=97, hidden_size=64, intermediate_size=96, num_layers=3, num_heads=4, num_kv_heads=2,

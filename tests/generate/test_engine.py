@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from needs import needs, require
 
 from whet.algo.kept import join_kept, keep_only
 from whet.algo.packing import TrainingSequence, pack
@@ -17,7 +18,6 @@ from whet.generate import engine as engine_module
 from whet.generate.engine import Completion, Engine, Request
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.generate.scoring import score_micro_batch
-from whet.kernels.cpu.build import library, reason
 from whet.model.attention import AttentionKind
 from whet.model.config import Family, ModelConfig
 from whet.model.transformer import LanguageModel, init_weights
@@ -112,18 +112,6 @@ def flat(completions: Sequence[Sequence[Completion]]) -> list[Completion]:
     return [done for row in completions for done in row]
 
 
-def bfloat16_is_row_invariant() -> bool:
-    """Whether this machine's BLAS gives a row of a bfloat16 product the same bits for every padded number of rows."""
-    generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(272, 128, generator=generator).bfloat16() for _ in range(2))
-    whole = torch.nn.functional.linear(x, w)
-    rows = all(torch.equal(torch.nn.functional.linear(x[:m], w), whole[:m]) for m in range(16, 272, 16))
-    keys = x.view(1, 272, 128)[:, :256]
-    scores = keys @ keys.transpose(1, 2)
-    few = all(torch.equal(keys[:, :m] @ keys.transpose(1, 2), scores[:, :m]) for m in (4, 8, 64))
-    return rows and few
-
-
 # --- the sampler's log-probabilities are the trainer's ---------------------------------------------------------
 
 # Ragged prompts; the last two cross a key block of 128 while decoding. 380 is where a product over all keys at
@@ -135,8 +123,8 @@ RAGGED = (1, 3, 17, 31, 61, 118, 380)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.usefixtures("either")
 def test_sampler_equals_trainer_bitwise(family: Family, precision: str) -> None:
-    if precision != "float32" and not bfloat16_is_row_invariant():
-        pytest.skip("this machine's bfloat16 products are not row-invariant: exactness is not claimed here")
+    if precision != "float32":
+        require("row-invariant bfloat16")
     model = make_model(family, torch.bfloat16 if precision == "bfloat16" else torch.float32)
     autocast = torch.bfloat16 if precision == "autocast" else None
     requests = make_requests(RAGGED, 3)
@@ -526,7 +514,7 @@ def test_lengths_end_at_the_limit_and_at_the_context() -> None:
     assert torch.equal(scored, sampled)
 
 
-@pytest.mark.skipif(library() is None, reason=reason())
+@needs("kernels")
 def test_a_prompt_is_kept_once_for_all_its_samples(llama: LanguageModel) -> None:
     """Prompts with and without part of a tile, more samples than rows: slots are shared, freed and taken again."""
     requests = make_requests((16, 33, 100, 5), 6)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from needs import needs
 
 import whet
 from whet.generate.engine import Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.rows import Completion, Rows
 from whet.generate.sampling import SamplingParams
-from whet.kernels import dispatch
 from whet.model.config import ModelConfig
 from whet.model.lora.files import named_adapters
 from whet.model.lora.side import LoRAConfig
@@ -107,9 +107,8 @@ def test_a_row_of_a_mixed_batch_has_the_bits_of_its_adapter_alone(
     assert len(texts) == len(names) * len(PROMPTS), "each adapter writes something of its own"
 
 
+@needs("kernels")
 def test_the_compiled_step_knows_several_adapters(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not dispatch.runs_cpp(torch.zeros(1, 32), operation="decode"):
-        pytest.skip("no C++ kernels here")
     policy = load(home, "math code")
     monkeypatch.setattr(
         type(policy.model), "forward", None

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from needs import SHARED, needs
 
 from whet import __main__, cli
 from whet.generate.policy import PolicyConfig, load_policy
@@ -23,8 +24,8 @@ from whet.tasks.jsonl import Jsonl
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.types import Message, Problem, UserError
 
-DATA = Path(__file__).parents[2].parent / "shared/data"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="needs shared/data")
+DATA = SHARED / "data"
+needs_data = needs("shared/data")
 
 
 def problems(*prompts: str, answers: str = "") -> list[Problem]:

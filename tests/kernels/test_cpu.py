@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from needs import needs
 
 from whet.algo.logprobs import token_logprobs
 from whet.generate.sampling import counter_uniforms, draw_tokens
@@ -22,7 +23,7 @@ from whet.kernels.cpu import ops as cpu
 from whet.model.attention import Packed
 from whet.types import Segment
 
-pytestmark = pytest.mark.skipif(build.library() is None, reason=build.reason())
+pytestmark = needs("kernels")
 
 DTYPES = (torch.float32, torch.bfloat16)
 # Of the largest element: sums of some hundred float32 products; one rounding to bfloat16 of 8 bits, twice in gradients.

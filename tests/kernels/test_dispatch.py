@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs
 from wiring_cases import check_wiring
 
 from whet.kernels import dispatch
 from whet.kernels import eager as twins
-from whet.kernels.cpu import build
 from whet.kernels.cpu import ops as cpu
 from whet.kernels.dispatch import Choice, Kernel
 from whet.kernels.mode import VARIABLE
@@ -150,7 +150,7 @@ def test_a_cpu_never_imports_triton() -> None:
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
 
-@pytest.mark.skipif(build.library() is None, reason=build.reason())
+@needs("kernels")
 def test_a_cpu_kernel_takes_what_it_accepts() -> None:
     x, short, wide, flat = torch.ones(2, 16), torch.ones(2, 15), torch.ones(2, 16).double(), torch.ones(16)
     half, norm, table = x.bfloat16(), torch.ones(16), torch.ones(2, 1, 16)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from needs import needs
 
 from whet.generate import kernel_speed
 from whet.generate.engine import Engine
@@ -20,7 +21,7 @@ from whet.model.transformer import init_weights
 from whet.model.weights import build_model
 from whet.telemetry.provenance import write_environment
 
-pytestmark = pytest.mark.skipif(build.library() is None, reason=build.reason())
+pytestmark = needs("kernels")
 
 SHAPE = ModelConfig(
     vocab_size=64,

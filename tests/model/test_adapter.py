@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import warnings
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs
 from safetensors.torch import load_file, save_file
 
 from whet.generate.policy import PolicyConfig, load_policy
@@ -23,9 +23,7 @@ from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model, load_model, save_model
 from whet.types import UserError
 
-needs_peft = pytest.mark.skipif(
-    importlib.util.find_spec("peft") is None, reason="needs the peft library: pip install peft"
-)
+needs_peft = needs("peft")
 
 SHAPE = ModelConfig(
     vocab_size=40,

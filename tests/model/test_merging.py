@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs
 
 from whet.compress.merge import MergeConfig, merge
 from whet.model.config import ModelConfig
@@ -21,9 +21,7 @@ from whet.model.transformer import init_weights
 from whet.model.weights import build_model, load_model, save_model
 from whet.types import UserError
 
-needs_peft = pytest.mark.skipif(
-    importlib.util.find_spec("peft") is None, reason="needs the peft library: pip install peft"
-)
+needs_peft = needs("peft")
 IDS = torch.tensor([[3, 14, 15, 9, 2, 6, 5], [35, 8, 9, 7, 9, 3, 2]])
 WEIGHTS = (0.7, -0.4, 1.3)
 LORAS = {

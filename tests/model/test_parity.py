@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from needs import SHARED, needs
 from safetensors.torch import load_file
 
 from whet.algo.logprobs import head_logits
@@ -20,7 +21,7 @@ from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model, load_model, save_model
 
-STORIES = Path(__file__).parents[2].parent / "shared/data/models/stories260k"
+STORIES = SHARED / "data/models/stories260k"
 
 # Both sides compute in float32 with sums in another order: logits of size 1 to 30 differ by some 1e-6 of that.
 # A wrong epsilon, position, bias or head order moves them by 1e-3 and more, since no weight is near zero here.
@@ -271,7 +272,7 @@ def test_gpt2_small_has_its_published_size() -> None:
     assert (sum(sizes), len(sizes)) == (124_439_808, 148)
 
 
-@pytest.mark.skipif(not STORIES.is_dir(), reason="needs shared/data/models/stories260k")
+@needs("shared/data/models/stories260k")
 def test_stories_writes_the_same_story() -> None:
     reference: Any = load_theirs(STORIES)
     model, config = load_model(STORIES)

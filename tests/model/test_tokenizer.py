@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import SHARED, needs, require
 
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.types import UserError
 
-SHARED = Path(__file__).parents[2].parent / "shared"
 GPT2 = SHARED / "data/tokenizers/gpt2"
 STORIES = SHARED / "data/models/stories260k"
-needs_shared = pytest.mark.skipif(not STORIES.is_dir(), reason="needs shared/data")
+needs_shared = needs("shared/data/models/stories260k")
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 TEXTS = (
@@ -153,8 +153,8 @@ class TestGpt2:
 
     @pytest.mark.parametrize("whole", [False, True])
     def test_same_ids_as_transformers(self, hf: Any, gpt2_folder: Path, whole: bool) -> None:
-        if whole and not GPT2.is_dir():
-            pytest.skip("needs shared/data/tokenizers/gpt2")
+        if whole:
+            require("shared/data/tokenizers/gpt2")
         file = str((GPT2 if whole else gpt2_folder) / "tokenizer.json")
         ours, theirs = Tokenizer.load(gpt2_folder), hf.PreTrainedTokenizerFast(tokenizer_file=file)
         for text in (*TEXTS, CARS_REPLY, "x<|endoftext|> y"):

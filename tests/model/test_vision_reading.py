@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from needs import needs
 from PIL import Image
 
 from whet.install import install_command
@@ -195,7 +196,7 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(monkeypatch: pytest
     assert time.monotonic() - begin < 20
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@needs("linux")
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """A small file that unpacks to gigabytes (text, profile, pixels) takes no more than its limit."""
     resource = pytest.importorskip("resource")
@@ -286,7 +287,7 @@ def test_paths_stay_in_the_root(tmp_path: Path) -> None:
     assert "is a path, and files are not read here" in fault("in.png", root=root, paths=False)
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no pipes")
+@needs("pipes")
 @pytest.mark.timeout(20)
 def test_what_is_no_file_is_never_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.png")

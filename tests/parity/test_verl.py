@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from needs import needs
 
 from whet.algo.advantages import group_advantages
 from whet.algo.losses import aggregation_weight, loss_denominator, policy_loss, weighted_sum
 
 FOUND = importlib.util.find_spec("verl")
 pytestmark = [
-    pytest.mark.skipif(FOUND is None, reason="verl is not installed: pip install verl --no-deps"),
+    needs("verl"),
     pytest.mark.filterwarnings("ignore"),
 ]
 

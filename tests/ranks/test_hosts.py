@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from needs import require
 from safetensors.torch import load_file
 
 from whet.generate.policy import load_policy
@@ -56,14 +57,13 @@ def ip(words: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[Host]]:
     """Two hosts, each of which knows the other by name; skips where this machine's kernel or user allows none."""
-    if shutil.which("ip") is None or shutil.which("unshare") is None:
-        pytest.skip("two hosts need the commands ip and unshare")
+    require("network namespaces")
     found = [Host(f"whet{os.getpid()}{letter}", f"host-{letter}") for letter in "ab"]
     folders = [Path("/etc/netns") / host.space for host in found]
     try:
         for host in found:
-            if (made := ip(f"netns add {host.space}")).returncode:
-                pytest.skip(f"this machine allows no network namespaces: {made.stderr.strip()}")
+            made = ip(f"netns add {host.space}")
+            assert made.returncode == 0, made.stderr
         one, other = (host.space for host in found)
         done = [ip(f"link add name eth0 netns {one} type veth peer name eth0 netns {other}")]
         for host, address, folder in zip(found, ADDRESSES, folders, strict=True):
@@ -76,8 +76,7 @@ def hosts() -> Iterator[list[Host]]:
             folder.mkdir(parents=True)
             names = "".join(f"{a} {h.name}\n" for a, h in zip(ADDRESSES, found, strict=True))
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
-        if failed := [result.stderr.strip() for result in done if result.returncode]:
-            pytest.skip(f"this machine joins no network namespaces: {failed[0]}")
+        assert [result.stderr.strip() for result in done if result.returncode] == []
         yield found
     finally:
         for host, folder in zip(found, folders, strict=True):

@@ -14,13 +14,13 @@ from typing import Any
 
 import hub
 import pytest
+from needs import require
 
 import whet.recipes
 from whet.config import to_dict
 from whet.recipes import rl as rl_recipes
 from whet.recipes.models import demo_policy
 from whet.tasks.base import FEW_PROBLEMS, TaskConfig, check_gold, load_task, told_of
-from whet.tasks.chess.stockfish import find_stockfish
 from whet.tasks.sets import HUB_SETS, PAIR_SETS
 from whet.train.data.pairs import read_pair_rows
 from whet.train.setup import load_rl
@@ -103,8 +103,7 @@ def test_its_data_loads(module: str, name: str, monkeypatch: pytest.MonkeyPatch,
     assert found
     for one in found:
         if one.name.startswith("chess") or any(name.startswith("chess") for name in one.weights):
-            if not find_stockfish():
-                pytest.skip("Stockfish is not installed: apt-get install stockfish")
+            require("stockfish")
             one = replace(one, num_problems=60)  # each is searched
         task = load_task(one)
         if one.name in HUB_SETS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from needs import needs
 
 PROGRAM = Path(__file__).parents[2] / "bench/reliability/trl_resume.py"
-MISSING = [name for name in ("trl", "datasets", "accelerate") if importlib.util.find_spec(name) is None]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}; pip install 'whet[peers]'")
+@needs("trl", "datasets", "accelerate")
 def test_whet_goes_on_exactly_inside_a_generation_and_trl_at_its_end(tmp_path: Path) -> None:
     done = subprocess.run(
         [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from needs import BROWSERS, program, require
 
 HEIGHT = 900
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -32,11 +31,9 @@ addEventListener("securitypolicyviolation", (event) => console.error("policy: " 
 def launch() -> Iterator[Any]:
     """Start the browser; the test is skipped, with the reason, where it or its driver is missing."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    program = next(filter(None, map(shutil.which, NAMES)), None)
-    if program is None:
-        pytest.skip("no Chromium on this machine (apt-get install chromium)")
+    require("browser")
     with sync_api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=program, args=FLAGS)
+        browser = driver.chromium.launch(executable_path=program(*BROWSERS), args=FLAGS)
         yield browser
         browser.close()
 

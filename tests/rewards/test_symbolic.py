@@ -9,15 +9,14 @@ import sys
 import time
 
 import pytest
+from needs import needs
 
 from whet.rewards.answers import symbolic
 from whet.rewards.answers.equal import answers_equal
 from whet.rewards.answers.symbolic import answers_equal_symbolically, needs_symbols, symbolic_equal_pairs
 from whet.types import UserError
 
-needs_math_verify = pytest.mark.skipif(
-    importlib.util.find_spec("math_verify") is None, reason="needs math-verify: pip install 'whet[math]'"
-)
+needs_math_verify = needs("math_verify")
 DEADLINE_S = 2.0
 SUM = r"\int_0^{10} (x + \frac{1}{2}) dx"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from backends import needs_backend
+from needs import anybodys_python, require
 
 from whet.sandbox.attacks.attacks import Attack, all_attacks
 from whet.sandbox.attacks.battery import run_battery
@@ -56,34 +56,21 @@ print(len(findings), [finding for finding in findings if finding.breach])
 """
 
 
-def anybodys_python() -> str:
-    """Return a Python of this version that every user can start; '' if there is none."""
-    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    for path in (os.path.realpath(sys.executable), shutil.which(name, path="/usr/local/bin:/usr/bin")):
-        words = [path or "false", "-c", ""]
-        try:
-            if subprocess.run(words, user=4321, group=4321, extra_groups=[], check=False).returncode == 0:
-                return str(path)
-        except PermissionError:
-            continue
-    return ""
-
-
-@pytest.mark.parametrize("backend", ["landlock", "bwrap"])
 @pytest.mark.parametrize(
-    "place", ["", "an ordinary user", "root without CAP_SYS_CHROOT", "no landlock", "both"]
+    ("backend", "place"),
+    [
+        *itertools.product(("landlock", "bwrap"), ("", "an ordinary user", "root without CAP_SYS_CHROOT")),
+        ("bwrap", "no landlock"),
+        ("bwrap", "both"),
+    ],
 )
 @pytest.mark.ci
 def test_attacks_are_contained(backend: str, place: str) -> None:
-    needs_backend(backend)
-    if backend == "landlock" and place in ("no landlock", "both"):
-        pytest.skip("landlock is this backend's wall")
-    if place and os.geteuid() != 0:
-        pytest.skip("only root can be another user")
+    require(backend, *(["root"] if place else []))
     is_other = place in ("an ordinary user", "both")
+    if is_other:
+        require("a Python for every user")
     python = anybodys_python() if is_other else sys.executable
-    if not python:
-        pytest.skip("no Python of this version can be started by every user")
     steps = ["an ordinary user", "no landlock"] if place == "both" else [place]
     code = ATTACK.format(place="".join(PLACES[step] for step in steps), backend=backend)
     found = os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")])

@@ -7,14 +7,14 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import SHARED, require
 
 from whet.sandbox.programs import Sandbox, TestsVerdict
 
-DATA = Path(__file__).parents[3] / "shared/data/code"
+DATA = SHARED / "data/code"
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,7 @@ def he_verdict(sandbox: Sandbox, row: dict[str, Any], body: str) -> TestsVerdict
 @pytest.mark.slow
 def test_humaneval_references_pass_and_mutants_fail(sandbox: Sandbox) -> None:
     path = DATA / "HumanEval.jsonl.gz"
-    if not path.exists():
-        pytest.skip(f"no {path}: HumanEval is not on this machine")
+    require("shared/data/code")
     rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
     with ThreadPoolExecutor(2) as pool:
         gold = list(pool.map(lambda row: he_verdict(sandbox, row, row["canonical_solution"]), rows))
@@ -52,8 +51,7 @@ def test_humaneval_references_pass_and_mutants_fail(sandbox: Sandbox) -> None:
 @pytest.mark.slow
 def test_mbpp_references_pass_and_mutants_fail(sandbox: Sandbox) -> None:
     path = DATA / "mbpp.jsonl"
-    if not path.exists():
-        pytest.skip(f"no {path}: MBPP is not on this machine")
+    require("shared/data/code")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
 
     def judge(row: dict[str, Any], code: str) -> TestsVerdict:

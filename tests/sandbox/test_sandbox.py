@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from backends import needs_backend
+from needs import require
 
 from whet.sandbox.attacks.battery import descendants, is_alive
 from whet.sandbox.launch import BACKENDS
@@ -509,7 +509,7 @@ def test_nobody_starves_while_others_loop() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_stopped_supervisor_is_killed_with_all_below(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_backend(backend)
+    require(backend)
     sandbox = Sandbox(backend=backend)
     assert sandbox._supervisor is not None
     process = sandbox._supervisor.process

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import importlib.util
 import json
 import re
 import signal
@@ -25,6 +24,7 @@ import pytest
 import tokenizers
 import torch
 from chess_model import TINY
+from needs import needs
 from report.chromium import Tab, launch
 from seeing import png, save_model, uri
 from tokenizers import decoders, models, normalizers
@@ -708,10 +708,7 @@ def test_the_board_in_a_browser_asks_for_the_key(chess_server: Running) -> None:
 # --- lm-evaluation-harness -------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("lm_eval", "tenacity", "aiohttp"))),
-    reason="lm_eval is not installed (pip install 'lm-eval[api]')",
-)
+@needs("lm_eval", "tenacity", "aiohttp")
 @pytest.mark.filterwarnings("ignore")
 def test_the_harness_measures_what_the_trainer_measures(
     server: Running, twin: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

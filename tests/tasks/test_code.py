@@ -13,6 +13,7 @@ from typing import Any
 
 import hub
 import pytest
+from needs import SHARED, needs
 
 from whet.rewards.base import build_rewards, score_completion
 from whet.sandbox.jobs import Verdict
@@ -23,7 +24,7 @@ from whet.tasks.code import MBPP_SPLITS, Code, program_of
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.types import Problem, UserError
 
-DATA = Path(__file__).parents[3] / "shared" / "data" / "code"
+DATA = SHARED / "data/code"
 GOLDEN = Path(__file__).parents[1] / "golden" / "code"
 SCHEMA = ResponseSchema(answer_type="program")
 GOLD = "import math\n\ndef area(r):\n    return math.pi * r * r"
@@ -273,7 +274,7 @@ def mutants(program: str) -> list[str]:
     return found
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="needs shared/data/code")
+@needs("shared/data/code")
 @pytest.mark.slow
 def test_human_eval_accepts_its_references_and_few_mutants() -> None:
     task = Code("humaneval", DATA)
@@ -288,7 +289,7 @@ def test_human_eval_accepts_its_references_and_few_mutants() -> None:
     assert sum(verdict is not False for verdict in verdicts) < 0.15 * len(changed)
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="needs shared/data/code")
+@needs("shared/data/code")
 def test_public_data_are_read() -> None:
     task = Code("mbpp", DATA)
     for split, ids in MBPP_SPLITS.items():

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from needs import SHARED, needs
 
 from whet.tasks.gsm8k import GSM8K
 from whet.types import UserError
 
-DATA = Path(__file__).parents[2].parent / "shared/data/gsm8k"
+DATA = SHARED / "data/gsm8k"
 GOLDEN = Path(__file__).parents[1] / "golden/gsm8k"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="needs shared/data/gsm8k")
+needs_data = needs("shared/data/gsm8k")
 
 
 @needs_data

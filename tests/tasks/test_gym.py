@@ -7,15 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from needs import needs
 
 from whet.tasks import gym
 from whet.tasks.gym import Gym, score
 from whet.tasks.read import split_of
 from whet.types import UserError
 
-needs_gym = pytest.mark.skipif(
-    not any((Path(p) / "reasoning_gym").is_dir() for p in sys.path), reason="needs reasoning-gym"
-)
+needs_gym = needs("reasoning_gym")
 
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import hub
 import pytest
+from needs import SHARED, needs
 
 import whet
 from whet.install import install_command
@@ -22,7 +23,7 @@ from whet.tasks.sets import HUB_SETS, MATH_SUBJECTS, PAIR_SETS
 from whet.train.data.pairs import read_pair_rows
 from whet.types import Problem, Task, UserError
 
-DATA = Path(__file__).parents[2].parent / "shared/data/math"
+DATA = SHARED / "data/math"
 
 
 def all_of(task: Task) -> list[Problem]:
@@ -96,7 +97,7 @@ def test_last_box() -> None:
     assert last_box(r"\boxed{") == last_box("no box") == ""
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="needs shared/data/math")
+@needs("shared/data/math")
 def test_the_last_box_is_the_published_answer() -> None:
     rows = [json.loads(line) for line in (DATA / "MATH_train.jsonl").read_text().splitlines()]
     rows += json.loads((DATA / "math500_test.json").read_text())

@@ -14,6 +14,7 @@ from typing import Any
 
 import hub
 import pytest
+from needs import require
 
 from whet.tasks.base import TaskConfig, check_gold, load_task
 from whet.tasks.ifeval import ARGUMENTS, CHECKS, LANGUAGE, MAX_CHARACTERS, IFEval, count_sentences
@@ -183,9 +184,10 @@ def test_the_same_verdicts_as_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
         module: Any = types.ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
+    require("lm_eval")
     found = importlib.util.find_spec("lm_eval")
-    if found is None or not found.submodule_search_locations:
-        pytest.skip("needs lm-eval")
+    assert found is not None
+    assert found.submodule_search_locations
     folder = Path(found.submodule_search_locations[0])
     for name, place in (
         ("lm_eval", ""),

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from needs import SHARED, needs
 
 from whet.tasks.math import MATH
 from whet.types import UserError
 
-DATA = Path(__file__).parents[2].parent / "shared/data/math"
+DATA = SHARED / "data/math"
 GOLDEN = Path(__file__).parents[1] / "golden/math"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="needs shared/data/math")
+needs_data = needs("shared/data/math")
 
 
 @needs_data

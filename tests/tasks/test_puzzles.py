@@ -11,6 +11,7 @@ from itertools import combinations_with_replacement
 from pathlib import Path
 
 import pytest
+from needs import SHARED, needs
 
 from whet.tasks.base import TaskConfig, load_task
 from whet.tasks.made.countdown import countdown, evaluate, is_right, solve
@@ -18,8 +19,8 @@ from whet.tasks.made.draft import Draw, Generated
 from whet.tasks.made.letters import letters
 from whet.types import Problem, Task, UserError
 
-PUZZLES = Path(__file__).parents[2].parent / "shared/data/puzzles"
-needs_data = pytest.mark.skipif(not PUZZLES.is_dir(), reason="needs shared/data/puzzles")
+PUZZLES = SHARED / "data/puzzles"
+needs_data = needs("shared/data/puzzles")
 SPLITS = ("train", "dev", "test")
 
 

@@ -7,13 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
+from needs import SHARED, require
 
 from whet.tasks.base import OPTIONS, ROW_SETS, TaskConfig, load_task
 from whet.tasks.code import Code
 from whet.tasks.selftest import LENGTH, hostile_answers, mutated_answer, rewritten_answers
 from whet.types import Problem, Task
 
-DATA = Path(__file__).parents[2].parent / "shared/data"
+DATA = SHARED / "data"
 GOLDEN = Path(__file__).parents[1] / "golden"
 NUM_HOSTILE = 6
 """Problems of each task that meet the hostile answers."""
@@ -47,9 +48,8 @@ def make(name: str, folder: Path) -> Task:
         part = "code" if name == "humaneval" else name
         path = str((DATA if DATA.is_dir() else GOLDEN) / part)
     elif name == "mbpp":
+        require("shared/data/code")
         path = str(DATA / "code")
-        if not Path(path).is_dir():
-            pytest.skip("needs shared/data/code")
     elif name == "code":
         case = {"tests": ["assert f(2) == 3"], "names": ["f"], "solution": "def f(x):\n    return x + 1"}
         path = rows(folder / "p.jsonl", *({"prompt": f"Write f, number {n}."} | case for n in range(40)))

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from needs import require
 
 from whet.install import install_command
 from whet.telemetry import hardware
@@ -301,9 +302,10 @@ def test_no_driver_no_gpu_no_claim(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 @pytest.fixture
 def amd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The real amdsmi on a stand-in for its driver's library (amd_smi.c); the file that says there is a driver."""
+    require("amdsmi", "c compiler")  # .ci/run has the package
     wrapper = importlib.util.find_spec("amdsmi")
-    if wrapper is None or wrapper.origin is None:
-        pytest.skip("needs amdsmi, with which .ci/run runs it: pip install 'whet[amd]'")
+    assert wrapper is not None
+    assert wrapper.origin is not None
     source = Path(__file__).with_name("amd_smi.c").read_text()
     bound = set(
         re.findall(

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs
 
 import whet
 from whet.telemetry import spans
@@ -259,7 +260,7 @@ def test_the_variable_says_who_listens(cuda: FakeCuda, monkeypatch: pytest.Monke
         from_environment("1")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the variable is right on this machine")
+@needs("no gpu")
 def test_the_variable_without_a_gpu_is_one_line() -> None:
     words = [sys.executable, "-m", "whet", "sft", "demo", "--dry-run"]
     result = subprocess.run(words, env=os.environ | {"WHET_NVTX": "1"}, capture_output=True, text=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import warnings
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs
 from safetensors.torch import load_file
 
 from whet.algo.config import AlgoConfig
@@ -38,9 +38,7 @@ from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
 from whet.types import UserError
 
-needs_peft = pytest.mark.skipif(
-    importlib.util.find_spec("peft") is None, reason="needs the peft library: pip install peft"
-)
+needs_peft = needs("peft")
 SHAPE = ModelConfig(
     vocab_size=40,
     hidden_size=32,

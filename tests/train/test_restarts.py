@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from needs import needs
 
 from whet import __main__
 from whet.telemetry.heartbeat import birth
@@ -140,7 +141,7 @@ def waiting(run: Path, first: str = "") -> subprocess.Popen[bytes]:
     return process
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
+@needs("linux")
 def test_the_training_ends_with_the_process_that_waits(run: Path) -> None:
     (run / "ends.json").write_text(json.dumps([(2, "wait")]))
     process = waiting(run)

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 
 import pytest
 import torch
+from needs import needs
 from pydantic import BaseModel, ConfigDict
 
 from whet.algo.config import AlgoConfig, OffPolicyConfig
@@ -1301,7 +1302,7 @@ def test_whet_serve_in_another_process(tiny_policy: PolicyConfig, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no Python that has vLLM")
+@needs("vllm")
 def test_the_demo_learns_from_what_vllm_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # all problems, as the demo has them
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from needs import needs
 
 chess = pytest.importorskip("chess", reason="python-chess is not installed: the extra chess")
 
@@ -22,7 +23,6 @@ from whet.algo.config import OffPolicyConfig  # noqa: E402
 from whet.generate.policy import PolicyConfig  # noqa: E402
 from whet.generate.sampling import SamplingParams  # noqa: E402
 from whet.tasks.base import TaskConfig, load_task  # noqa: E402
-from whet.tasks.chess.stockfish import find_stockfish  # noqa: E402
 from whet.train import rl  # noqa: E402
 from whet.train.rl_config import RLConfig  # noqa: E402
 from whet.train.rollout import self_play  # noqa: E402
@@ -30,9 +30,7 @@ from whet.train.rollout.order import data_order  # noqa: E402
 from whet.train.rollout.self_play import GAME, SelfPlayConfig, SelfPlayOrder  # noqa: E402
 from whet.types import Group, Problem, Sample, Task, UserError  # noqa: E402
 
-needs_engine = pytest.mark.skipif(
-    not find_stockfish(), reason="Stockfish is not installed: apt-get install stockfish"
-)
+needs_engine = needs("stockfish")
 MIXED = TaskConfig(
     name="mixture", weights={"chess-policy": 1.0, "chess-env": 1.0}, num_problems=24, nodes=100
 )

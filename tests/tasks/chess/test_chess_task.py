@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from needs import needs
 
 chess = pytest.importorskip("chess", reason="python-chess is not installed: the extra chess")
 
@@ -22,13 +23,11 @@ from whet.tasks.chess.files import read_positions  # noqa: E402
 from whet.tasks.chess.measures import elo, elo_interval, kendall  # noqa: E402
 from whet.tasks.chess.positions import Position, made  # noqa: E402
 from whet.tasks.chess.scoring import SHAPED, TOTALS  # noqa: E402
-from whet.tasks.chess.stockfish import EngineError, find_stockfish  # noqa: E402
+from whet.tasks.chess.stockfish import EngineError  # noqa: E402
 from whet.train.rl_config import RLConfig  # noqa: E402
 from whet.types import RuledTask, UnreadError, UserError  # noqa: E402
 
-needs_engine = pytest.mark.skipif(
-    not find_stockfish(), reason="Stockfish is not installed: apt-get install stockfish"
-)
+needs_engine = needs("stockfish")
 SPLITS = ("train", "dev", "test")
 MATE = "6k1/5ppp/8/8/8/8/8/R3K3 w - - 0 1"
 

@@ -7,16 +7,15 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from needs import needs
 
 chess = pytest.importorskip("chess", reason="python-chess is not installed: the extra chess")
 
 from whet.tasks.chess import stockfish  # noqa: E402
 from whet.tasks.chess.scoring import Line  # noqa: E402
-from whet.tasks.chess.stockfish import EngineError, Stockfish, find_stockfish  # noqa: E402
+from whet.tasks.chess.stockfish import EngineError, Stockfish  # noqa: E402
 
-needs_engine = pytest.mark.skipif(
-    not find_stockfish(), reason="Stockfish is not installed: apt-get install stockfish"
-)
+needs_engine = needs("stockfish")
 FENS = (
     chess.STARTING_FEN,
     "r1bqkbnr/pppp1ppp/2n5/4p3/2B1P3/5N2/PPPP1PPP/RNBQK2R b KQkq - 3 3",
