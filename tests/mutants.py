@@ -1436,6 +1436,13 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("choice", "prompt=users[-1]", "prompt=users[0]"),
         ("guard", "messages=messages if len(messages) > 1 else ()", "messages=()"),
         ("guard", 'if found[-1].role not in ("user", "tool"):', "if False:"),
+        ("mask", "switch != (name in MASKED)", "switch"),
+        ("mask", "places = [place for place in places if found[place].is_learnt]", "pass"),
+        (
+            "choice",
+            "for name, inner in value.items() if inner is not None}",
+            "for name, inner in value.items()}",
+        ),
         ("choice", "extract_answer_with_step(rest, SAID)[0]", "extract_answer(rest)"),
         ("choice", "solution=(thinking or rest).strip()", "solution=str(solution).strip()"),
         ("guard", "if len(found) > 1 and found[0].lower() != option:", "if False:"),
@@ -1459,7 +1466,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
     ],
     ("tasks/images.py", ("tests/tasks/test_image_columns.py",)): [
         ("guard", "path = locate(source, root=self._root)", "path = locate(source)"),
-        ("guard", "if not self._waiting or MARK not in text:", "if MARK not in text:"),
+        ("guard", "        if MARK not in text:", "        if not self._waiting:"),
+        ("guard", "if self._needs_all and PLACE.search(text)", "if self._needs_all"),
         ("bound", "if len(data) <= INLINE_BYTES:", "if True:"),
     ],
     ("model/vision/reading.py", ("tests/tasks/test_image_columns.py",)): [

@@ -58,16 +58,20 @@ class Message:
         content: What was said.
         thinking: What an assistant thought before it, where the data keeps the two apart.
         tool_calls: JSON list of an assistant's calls, as chat templates take them; '' for none.
+        tool_call_id: The call that a tool answers; '' for none.
         name: The tool that answers; '' for none.
         images: Sources of the images that stand before its text (`Problem.images`).
+        is_learnt: Whether fine-tuning learns it, if it is the assistant's; otherwise it is context.
     """
 
     role: str
     content: str
     thinking: str = ""
     tool_calls: str = ""
+    tool_call_id: str = ""
     name: str = ""
     images: tuple[str, ...] = ()
+    is_learnt: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "images", tuple(self.images))
@@ -82,6 +86,8 @@ class Message:
             value["reasoning_content"] = self.thinking
         if self.tool_calls:
             value["tool_calls"] = json.loads(self.tool_calls)
+        if self.tool_call_id:
+            value["tool_call_id"] = self.tool_call_id
         if self.name:
             value["name"] = self.name
         return value

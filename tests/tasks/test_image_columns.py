@@ -369,6 +369,18 @@ def test_places_for_images_in_text(tmp_path: Path) -> None:
     assert read("What does <image> mean in HTML?", []).prompt == "What does <image> mean in HTML?"
     path = write(tmp_path / "r.jsonl", {"question": "<image><image>?", "answer": "1", "images": ["a.png"]})
     assert "more places for images than images" in fault(path)
+    # A place without an image is a bad row, unless images are left out on purpose.
+    for text in ("<image>\nFind x.", "<image>Which?", "Which?\n <image> \nA or B", "Look: <image>"):
+        path = write(tmp_path / "r.jsonl", {"question": text, "answer": "1"})
+        assert "r.jsonl line 1: <image> stands for an image, and the row has none" in fault(path)
+        assert one(path, images="none").prompt == text
+        turns = [{"role": "user", "content": "Hi"}, {"role": "user", "content": text}]
+        path = write(tmp_path / "r.jsonl", {"messages": [*turns, {"role": "assistant", "content": "A"}]})
+        assert "line 1: <image> stands for an image" in fault(path)
+    feed = "What is wrong here?\n<image>\n<url>a.png</url>\n</image>"
+    assert read(feed, []).prompt == feed
+    said = [{"role": "user", "content": "Which tag?"}, {"role": "assistant", "content": "<image>"}]
+    assert one(write(tmp_path / "r.jsonl", {"messages": said})).reply == "<image>"
 
 
 def test_chats(tmp_path: Path) -> None:

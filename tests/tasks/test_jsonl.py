@@ -452,3 +452,154 @@ def test_an_empty_object_before_the_rows_is_a_bad_row(name: str, tmp_path: Path)
     task = load_task(TaskConfig(name="jsonl", path=str(tmp_path / name), max_bad_rows=1))
     (problem,) = [problem for split in ("train", "dev", "test") for problem in task.problems(split)]
     assert (problem.prompt, problem.answer) == ("1+1?", "2")
+
+
+def talk(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"messages": list(messages), **more}
+
+
+ASK, SUNNY = {"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "Sunny."}
+
+
+def calling(arguments: Any, **more: Any) -> dict[str, Any]:
+    call = {"type": "function", "id": "abc123def", "function": {"name": "weather", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [{**call, **more}]}
+
+
+def calls_of(tmp_path: Path, message: dict[str, Any]) -> Any:
+    (problem,) = all_of(tmp_path, talk(ASK, message, {"role": "tool", "content": "fine"}, SUNNY))
+    return json.loads(problem.messages[1].tool_calls)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_arrows_padding_of_nested_columns_is_dropped(tmp_path: Path, ending: str) -> None:
+    """Arrow gives every object of a column the fields of all: the empty ones were never written."""
+    schema = {"type": "object", "properties": {"city": {"type": "string", "enum": ["Oslo", None]}}}
+    other = {"type": "object", "properties": {"zone": {"type": "array", "items": {"type": "string"}}}}
+    tools = [
+        {"type": "function", "function": {"name": "weather", "parameters": schema}},
+        {"type": "function", "function": {"name": "time", "parameters": other}},
+    ]
+    where = {"city": "Oslo", "days": [{"day": 1, "hour": None}, {"day": None, "hour": 3}, None]}
+    rows = [
+        talk(ASK, calling(where), {"role": "tool", "content": "fine", "tool_call_id": "abc123def"}, SUNNY),
+        talk(ASK, calling({"zone": ["x"]}), {"role": "tool", "content": "late", "name": "time"}, SUNNY),
+        talk(ASK, calling({}), {"role": "tool", "content": "late"}, SUNNY),
+    ]
+    rows = [row | {"tools": tools} for row in rows]
+    table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+    if ending == "parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "test.parquet")
+    else:
+        write(tmp_path, *table.to_pylist())
+        assert '"zone": null' in (tmp_path / "test.jsonl").read_text()
+    found = Jsonl(tmp_path).problems("test")
+    kept = {"city": "Oslo", "days": [{"day": 1}, {"hour": 3}, None]}  # an empty item of a list was written
+    for problem, arguments in zip(found, (kept, {"zone": ["x"]}, {}), strict=True):
+        assert json.loads(problem.messages[1].tool_calls)[0]["function"]["arguments"] == arguments
+        assert json.loads(problem.meta["tools"]) == tools
+    assert [p.messages[2].as_dict() for p in found] == [
+        {"role": "tool", "content": "fine", "tool_call_id": "abc123def"},
+        {"role": "tool", "content": "late", "name": "time"},
+        {"role": "tool", "content": "late"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"city": "Oslo", "unit": null}', {"city": "Oslo", "unit": None}),  # written on purpose
+        ('{"city": "Tromsø"}', {"city": "Tromsø"}),
+        ("{}", {}),
+        ("", {}),
+        ("null", {}),
+        (None, {}),
+    ],
+)
+def test_arguments_that_are_json_text_are_objects(tmp_path: Path, arguments: Any, expected: Any) -> None:
+    (call,) = calls_of(tmp_path, calling(arguments))
+    assert call == {
+        "type": "function",
+        "id": "abc123def",
+        "function": {"name": "weather", "arguments": expected},
+    }
+
+
+@pytest.mark.parametrize("arguments", ["Oslo", '"Oslo"', "[1]", "5", '{"city": ', ["Oslo"], 5, True])
+def test_arguments_that_are_no_object_are_a_bad_row(tmp_path: Path, arguments: Any) -> None:
+    with pytest.raises(
+        UserError, match=r"line 1: 'messages', assistant: the arguments of call 'weather' are"
+    ):
+        calls_of(tmp_path, calling(arguments))
+
+
+def test_calls_in_older_forms(tmp_path: Path) -> None:
+    """ShareGPT's, OpenAI's first form, and calls as JSON text: as chat templates take them."""
+    call = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    expected = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}]
+    said = {"role": "assistant", "content": None}
+    for form in (
+        {"function_call": call},
+        {"tool_calls": json.dumps([call])},
+        {"tool_calls": [json.dumps(call)]},
+    ):
+        assert calls_of(tmp_path, {**said, **form}) == expected
+    turns = (
+        ("human", "Weather?"),
+        ("function_call", json.dumps(call)),
+        ("observation", "fine"),
+        ("gpt", "Sunny."),
+    )
+    (problem,) = all_of(tmp_path, {"conversations": [{"from": who, "value": text} for who, text in turns]})
+    assert json.loads(problem.messages[1].tool_calls) == expected
+    tool = {"name": "weather", "parameters": json.dumps({"type": "object", "properties": {}})}
+    (problem,) = all_of(tmp_path, talk(ASK, SUNNY, tools=[json.dumps(tool)]))
+    assert json.loads(problem.meta["tools"]) == [{**tool, "parameters": {"type": "object", "properties": {}}}]
+
+
+OFF = [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"trainable": "false"}]
+OFF += [{"loss": False}, {"loss_weight": 0}, {"loss_mask": 0}, {"masked": True}, {"masked": 1, "weight": 0}]
+ON = [
+    {},
+    {"weight": 1},
+    {"weight": 1.0},
+    {"train": True},
+    {"loss": True},
+    {"masked": False},
+    {"weight": None},
+]
+
+
+@pytest.mark.parametrize("mark", [*OFF, *ON], ids=str)
+def test_turns_that_are_not_to_be_learnt(tmp_path: Path, mark: dict[str, Any]) -> None:
+    first = {"role": "assistant", "content": "a", **mark}
+    is_learnt = mark in ON
+    (problem,) = all_of(tmp_path, talk(ASK, first, ASK, SUNNY))
+    assert [m.is_learnt for m in problem.messages if m.role == "assistant"] == [is_learnt]
+    assert problem.messages[1].as_dict() == {"role": "assistant", "content": "a"}
+    # The last turn that is learnt ends the row.
+    (problem,) = all_of(tmp_path, talk(ASK, SUNNY, ASK, first, {"role": "tool", "content": "x"}, first))
+    assert (problem.reply, len(problem.messages)) == (("a", 5) if is_learnt else ("Sunny.", 0))
+    if not is_learnt:
+        with pytest.raises(
+            UserError, match="line 1: 'messages': no message of the assistant's is to be learnt"
+        ):
+            all_of(tmp_path, talk(ASK, first))
+        (problem,) = all_of(tmp_path, talk(ASK, first, answer="4"))  # beside an answer it is no solution
+        assert (problem.prompt, problem.answer, problem.solution) == ("Weather?", "4", "")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (talk(ASK, {**SUNNY, "weight": 0.5}), "'weight' is 0.5, expected 0 or 1"),
+        (talk(ASK, {**SUNNY, "train": "maybe"}), "'train' is 'maybe', expected 0 or 1"),
+        (talk({**ASK, "train": True}, SUNNY), "user: marked as to be learnt; only the assistant's"),
+        (talk({**ASK, "masked": False}, SUNNY), "user: marked as to be learnt; only the assistant's"),
+    ],
+)
+def test_marks_that_cannot_be_followed_are_bad_rows(
+    tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=f"line 1: 'messages', .*{message}"):
+        all_of(tmp_path, row)

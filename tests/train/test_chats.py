@@ -18,6 +18,7 @@ from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.config import ModelConfig
 from whet.model.text.tokenizer import Tokenizer
 from whet.tasks.base import TaskConfig
+from whet.tasks.jsonl import Jsonl
 from whet.train import sft
 from whet.train.data.demonstrations import demonstrate, demonstration, kind_of
 from whet.train.optim.step import OptimConfig
@@ -174,6 +175,32 @@ def test_calls_and_tools_reach_the_template(make: Callable[..., PolicyConfig]) -
     )
     calling = replace(row, messages=messages[:1], reply="", meta={"tool_calls": calls})
     assert shown(policy, calling).endswith('assistant\n⟦[{"name": "f"}]<|im_end|>⟧\n')
+
+
+def test_turns_that_are_context_get_no_loss(make: Callable[..., PolicyConfig], tmp_path: Path) -> None:
+    """As OpenAI's format has them (`weight: 0`): read from a file, and told by the loss mask."""
+    turns = [("user", "q", 1), ("assistant", "a", 0), ("user", "r", 1), ("assistant", "b", 1)]
+    turns += [("user", "s", 1), ("assistant", "c", 0)]
+    messages = [
+        {"role": role, "content": text} | ({"weight": weight} if role == "assistant" else {})
+        for role, text, weight in turns
+    ]
+    (tmp_path / "test.jsonl").write_text(json.dumps({"messages": messages}))
+    (row,) = Jsonl(tmp_path).problems("test")
+    for template in (CHATML, FORGETTING):
+        policy = load_policy(make(template), seed=0)
+        for problem in (
+            row,
+            *demonstrate(policy, [row]).problems,
+            *demonstrate(policy, [row], turns="last").problems,
+        ):
+            assert shown(policy, problem) == (
+                "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n<|im_start|>user\nr<|im_end|>\n"
+                "<|im_start|>assistant\n⟦b<|im_end|>⟧\n"
+            )
+    # A row that is cut to the context loses its last learnt turn, and with it all that is to be learnt.
+    cut = demonstrate(load_policy(make(max_positions=40), seed=0), [row], too_long="cut")
+    assert (cut.num_left_out, cut.problems) == (1, [])
 
 
 def test_a_conversation_whose_thinking_is_forgotten_is_learnt_turn_by_turn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -41,6 +42,11 @@ ROLES = {
 }
 """Role of a message by what data sets call it: OpenAI's words and ShareGPT's."""
 READER = ResponseSchema(opening_in_prompt=False)
+LEARNT = ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_mask")
+"""Fields by which published data sets say whether a turn is learnt: 1 or true where it is."""
+MASKED = ("masked",)
+"""The same, the other way round."""
+SWITCHES = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "false": False}
 SAID = ("tags", "box", "phrase", "hashes")
 """Steps of extraction that a reply asks for by its own words; the last number of a chat is no answer."""
 MAX_SHOWN = 200
@@ -61,6 +67,7 @@ class Columns:
         system: The system message.
         tools: Definitions of the tools that may be called.
         images: Images that are asked about.
+        ignores_images: Whether images are left out on purpose, so that their marks in texts stay text.
     """
 
     kind: Literal["question", "chat", "text"]
@@ -73,6 +80,7 @@ class Columns:
     system: str = ""
     tools: str = ""
     images: str = ""
+    ignores_images: bool = False
 
     def __str__(self) -> str:
         names = ("prompt", "images", "context", "answer", "solution", "system", "tools")
@@ -159,6 +167,7 @@ def recognise(
     for option, name in (("prompt", prompt), ("answer", answer), ("solution", solution)):
         if name and not (option == "answer" and name == NONE) and not _has(present, name):
             raise UserError(f"{source}: no column {name!r}; name another with --task.{option} ({there})")
+    ignores_images = images == NONE
     images = image_column(present, source, images)
     gold = "" if answer == NONE else answer or _one(present, ANSWERS, "answer", source, there)
     if not (gold or answer or solution or _found(present, (*SOLUTIONS, *REPLIES))):
@@ -188,6 +197,7 @@ def recognise(
         is_verbatim=answer == NONE,
         tools=next(iter(_found(present, ("tools",))), ""),
         images=images,
+        ignores_images=ignores_images,
         **more,
     )
 
@@ -234,7 +244,8 @@ def read_row(row: Row, columns: Columns, reader: ImageReader | None = None) -> C
         return text_fault(row, columns.prompt) or Content(prompt="", reply=row[columns.prompt])
     reader = ImageReader(None) if reader is None else reader
     try:
-        return _read(row, columns, images_of(row, columns.images, reader))
+        found = reader.images(_value(row, columns.images)) if columns.images else ()
+        return _read(row, columns, RowImages(reader, found, needs_all=not columns.ignores_images))
     except UserError as error:  # of an image
         return str(error)
 
@@ -243,7 +254,7 @@ def _read(row: Row, columns: Columns, images: RowImages) -> Content | str:
     asked = _asked(row, columns, images)
     if isinstance(asked, str):
         return asked
-    tools = _json_list(_value(row, columns.tools)) if columns.tools else ""
+    tools = _tools(_value(row, columns.tools)) if columns.tools else ""
     if tools is None:
         return f"{columns.tools!r} is not a list of tool definitions"
     messages, last = asked
@@ -286,7 +297,8 @@ def conversation(value: Any, column: str, images: RowImages | None = None) -> tu
         if role is None:
             return f"{column!r} has a message of role {word!r:.40}, expected system, user, assistant or tool"
         content = item.get("content", item.get("value"))
-        calls, thinking = item.get("tool_calls"), item.get("reasoning_content", item.get("thinking"))
+        calls, thinking = item.get("tool_calls"), item.get("reasoning_content") or item.get("thinking")
+        calls = calls or item.get("function_call")  # OpenAI's first form, of one call
         if word == "function_call":  # ShareGPT: the value is the call
             calls, content = content, ""
         sources: tuple[str, ...] = ()
@@ -297,11 +309,11 @@ def conversation(value: Any, column: str, images: RowImages | None = None) -> tu
                 return f"{column!r}, {role}: content holds more than text and images"
             sources = tuple(map(images.of_part, seen))
             content = "".join(part["text"] for part in texts)
-        elif isinstance(content, str):
+        elif isinstance(content, str) and (role != "assistant" or images.are_waiting):
             content, sources = images.of_text(content)
         if sources and role == "assistant":
             return f"{column!r}: a message of the assistant's shows an image; models write text alone"
-        found = _json_list(calls) if calls else ""
+        found = _calls(calls, f"{column!r}, {role}") if calls else ""
         if found is None:
             return f"{column!r}, {role}: 'tool_calls' is not a list of calls"
         if content is None and (found or thinking):
@@ -317,8 +329,10 @@ def conversation(value: Any, column: str, images: RowImages | None = None) -> tu
                 content=content,
                 thinking=thinking if isinstance(thinking, str) else "",
                 tool_calls=found,
-                name=item["name"] if isinstance(item.get("name"), str) else "",
+                tool_call_id=_text(item, "tool_call_id"),
+                name=_text(item, "name"),
                 images=sources,
+                is_learnt=_is_learnt(item, role, column),
             )
         )
     return _with_rest(messages, images)
@@ -363,6 +377,13 @@ def _asked(row: Row, columns: Columns, images: RowImages) -> tuple[tuple[Message
         found = (*system, *found)
     places = [place for place, message in enumerate(found) if message.role == "assistant"]
     last = None
+    if any(not found[place].is_learnt for place in places):
+        # No turn that is learnt has what follows the last of them as its context.
+        places = [place for place in places if found[place].is_learnt]
+        if columns.kind == "chat" and not places:
+            return f"{columns.prompt!r}: no message of the assistant's is to be learnt (all have weight 0)"
+        if columns.kind != "chat" and found[-1].role == "assistant" and not found[-1].is_learnt:
+            found, places = found[:-1], []
     # Beside an answer the chat may end with the question. A chat alone is there for what the assistant says last.
     if places and (columns.kind == "chat" or found[-1].role == "assistant"):
         found, last = found[: places[-1]], found[places[-1]]
@@ -502,19 +523,115 @@ def _one(present: Mapping[str, Any], wanted: Sequence[str], option: str, source:
     return found[0] if found else ""
 
 
-def _json_list(value: Any) -> str | None:
-    """Return a list, or the JSON text of one, as JSON; one object is a list of one; None for anything else."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else []
-        except (ValueError, RecursionError):
-            return None
-    value = [value] if isinstance(value, Mapping) else value
-    if value is None or value == []:
-        return ""
-    if not isinstance(value, list):
-        return None
+def _text(item: Mapping[str, Any], name: str) -> str:
+    value = item.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def _is_learnt(item: Mapping[str, Any], role: str, column: str) -> bool:
+    """Read whether a message is to be learnt; the assistant's are, unless one of `LEARNT` or `MASKED` says otherwise.
+
+    Raises:
+        UserError: If a weight is neither 0 nor 1, or another role's message is to be learnt.
+    """
+    answers = []
+    for name in (*LEARNT, *MASKED):
+        if (value := item.get(name)) is not None:
+            switch = SWITCHES.get(str(value).lower())
+            if switch is None:
+                raise UserError(
+                    f"{column!r}, {role}: {name!r} is {value!r:.40}, expected 0 or 1 (a turn is learnt or is context)"
+                )
+            answers.append(switch != (name in MASKED))
+    if role != "assistant" and any(answers):
+        raise UserError(
+            f"{column!r}, {role}: marked as to be learnt; only the assistant's messages are learnt, remove the mark"
+        )
+    return all(answers)
+
+
+def _without_padding(value: Any) -> Any:
+    """Drop empty fields of nested objects: Arrow gives every object of a column the fields of all of them."""
+    if isinstance(value, Mapping):
+        return {name: _without_padding(inner) for name, inner in value.items() if inner is not None}
+    return [_without_padding(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _parsed(value: Any) -> Any:
+    """Return a value without padding, or the value of its JSON text, whose nulls were written on purpose.
+
+    Raises:
+        ValueError: If text is not JSON.
+        RecursionError: If it is nested too deeply.
+    """
+    if not isinstance(value, str):
+        return _without_padding(value)
+    return json.loads(value) if value.strip() else None
+
+
+def _objects(value: Any) -> list[dict[str, Any]] | None:
+    """Return a list of objects, or the JSON text of one; one object is a list of one; None for anything else."""
     try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
+        value = _parsed(value)
+        value = [value] if isinstance(value, Mapping) else value or []
+        found = [_parsed(item) for item in value if item is not None] if isinstance(value, list) else [None]
+        json.dumps(found)
+    except (TypeError, ValueError, RecursionError):
         return None
+    objects = [dict(item) for item in found if isinstance(item, Mapping)]
+    return objects if len(objects) == len(found) else None
+
+
+def _as_json(values: Sequence[Any]) -> str:
+    return json.dumps(values, ensure_ascii=False) if values else ""
+
+
+def _tools(value: Any) -> str | None:
+    """Return tool definitions as a JSON list; '' for none, None for anything else."""
+    found = _objects(value)
+    if found is None:
+        return None
+    for tool in found:
+        function = tool["function"] if isinstance(tool.get("function"), dict) else tool
+        if isinstance(
+            text := function.get("parameters"), str
+        ):  # as columns of one type for all tools have it
+            parameters = _objects(text)
+            if not parameters or len(parameters) != 1:
+                return None
+            function["parameters"] = parameters[0]
+    return _as_json(found)
+
+
+def _calls(value: Any, where: str) -> str | None:
+    """Return calls of tools as a JSON list in the form that chat templates take; '' for none, None for anything else.
+
+    Args:
+        value: A call, a list of calls, or the JSON text of either.
+        where: Where they stand, for errors.
+
+    Raises:
+        UserError: If the arguments of a call are not an object.
+    """
+    found = _objects(value)
+    if found is None:
+        return None
+    calls = []
+    for call in found:
+        if "function" not in call and isinstance(call.get("name"), str):
+            call = {"type": "function", "function": call}
+        function = call.get("function")
+        if not isinstance(function, dict):
+            return None
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):
+                arguments = _parsed(arguments)
+            arguments = {} if arguments is None else arguments
+        if arguments is not None and not isinstance(arguments, dict):
+            raise UserError(
+                f"{where}: the arguments of call {function.get('name')!r:.40} are {arguments!r:.60}, expected a JSON "
+                "object"
+            )
+        calls.append({**call, "function": {**function, "arguments": arguments or {}}})
+    return _as_json(calls)

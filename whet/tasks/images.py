@@ -6,6 +6,7 @@ import base64
 import hashlib
 import io
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,8 @@ COLUMNS = (
 """Columns that are taken for images, best first, where their values are some."""
 MARK = "<image>"
 """What stands in a question, or a message, where the next of its row's images belongs."""
+PLACE = re.compile(rf"\A\s*{MARK}|^[ \t]*{MARK}[ \t]*$|{MARK}\s*\Z", re.MULTILINE)
+"""A mark that is no part of a sentence: it begins or ends the text, or has a line of its own."""
 INLINE_BYTES = 16 * 1024
 """Files up to this size stay in the problem as a data URI; larger ones of rows are written to the cache."""
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
@@ -192,12 +195,18 @@ class RowImages:
     Args:
         reader: Reads images that parts of messages name.
         images: Those of the row's column.
+        needs_all: Refuse a text that has a place for an image, but no image (`PLACE`).
     """
 
-    def __init__(self, reader: ImageReader, images: Sequence[Image] = ()) -> None:
-        self._reader, self._waiting = reader, list(images)
+    def __init__(self, reader: ImageReader, images: Sequence[Image] = (), *, needs_all: bool = False) -> None:
+        self._reader, self._waiting, self._needs_all = reader, list(images), needs_all
         self.names: list[str] = []
         """Of the images that were handed out, in order."""
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether some were not handed out yet."""
+        return bool(self._waiting)
 
     def take(self) -> str:
         """Return the source of the row's next image."""
@@ -219,7 +228,14 @@ class RowImages:
 
         Images stand before the text: a mark amid it becomes "image 2", so that the sentence keeps its sense.
         """
-        if not self._waiting or MARK not in text:
+        if MARK not in text:
+            return text, ()
+        if not self._waiting:
+            if self._needs_all and PLACE.search(text) and f"</{MARK[1:]}" not in text:
+                more = "no more" if self.names else "none"
+                raise UserError(
+                    f"{MARK} stands for an image, and the row has {more}; name their column: --task.images"
+                )
             return text, ()
         sources = []
         parts = text.split(MARK)

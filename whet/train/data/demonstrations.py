@@ -317,7 +317,7 @@ def _unfold(policy: Policy, problem: Problem, turns: Turns) -> list[_Part]:
     passages = render_conversation(policy.tokenizer, problem, stop_ids=policy.stop_ids)
     parts = []
     for passage in passages if turns == "all" else passages[-1:]:
-        written = [turn for turn, spans in passage.turns.items() if spans]
+        written = [turn for turn, spans in passage.turns.items() if spans and messages[turn].is_learnt]
         learnt = written if turns == "all" else [turn for turn in written if turn == len(messages) - 1]
         if learnt:
             texts = {turn: "".join(passage.text[slice(*s)] for s in passage.turns[turn]) for turn in learnt}
@@ -351,13 +351,17 @@ def _shorten(policy: Policy, problem: Problem, turns: Turns) -> list[_Part]:
     if kind == "text" and CUT not in problem.meta:
         return _unfold(policy, replace(problem, meta={**problem.meta, CUT: "context"}), turns)
     messages = conversation(problem) if kind == "chat" else []
-    earlier = [index for index, message in enumerate(messages[:-1]) if index and message.role == "assistant"]
+    earlier = [
+        index for index, m in enumerate(messages[:-1]) if index and m.role == "assistant" and m.is_learnt
+    ]
     return _unfold(policy, _until(problem, earlier[-1:]), turns) if earlier else []
 
 
 def _learnt(problem: Problem, passage: Passage) -> list[int]:
     """Return the turns of a passage that are learnt: all, unless the problem says which."""
-    return [int(turn) for turn in problem.meta.get(TURNS, "").split()] or list(passage.turns)
+    messages = conversation(problem)
+    named = [int(turn) for turn in problem.meta.get(TURNS, "").split()]
+    return named or [turn for turn in passage.turns if messages[turn].is_learnt]
 
 
 def _encode(policy: Policy, passage: Passage, learnt: Sequence[int]) -> TrainingSequence:
