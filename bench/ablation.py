@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from whet import processes
 from whet.report.plots import COLOURS, MUTED, STYLE
 from whet.telemetry.log import read_metrics
 
@@ -67,7 +68,7 @@ class Run:
 def execute(command: list[str], log: Path) -> int:
     """Run a command to its end; return its peak resident memory in bytes. Stop with its output when it fails."""
     with log.open("wb") as output:
-        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        child = processes.start(command, stdout=output, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(child.pid, 0)
     if status != 0:
         print(log.read_text()[-2000:], file=sys.stderr)

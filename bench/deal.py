@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from whet import processes
 from whet.algo.packing import (
     Outline,
     TrainingSequence,
@@ -100,6 +101,7 @@ LONG = ModelConfig(
 
 
 def _be_rank(rank: int, ranks: int, folder: str, length: int, repeats: int, pipe: Any) -> None:
+    processes.end_with_parent()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if ranks > 1:

@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+from whet import processes
+
 METRICS = ("pass@1", "greedy", "pass@16", "maj@16", "format", "thinking_tokens")
 STAGES = ("base", "sft", "rl")
 UNSEEN = ("rl_blank", "rl_swapped")
@@ -46,7 +48,7 @@ def run_seed(
         *(["--vision"] if vision else []),
     ]
     began = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    processes.run(command, check=True, stdout=subprocess.DEVNULL)
     seconds = time.perf_counter() - began
     return json.loads(summary.read_text()), seconds
 

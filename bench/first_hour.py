@@ -17,7 +17,6 @@ import csv
 import io
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +24,8 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from whet import processes
 
 ROOT = Path(__file__).resolve().parent.parent
 CHATML = (
@@ -210,7 +211,7 @@ class Hour:
         return status, said.getvalue()
 
     def _process(self, words: list[str], stdin: str) -> tuple[int, str]:
-        done = subprocess.run(
+        done = processes.run(
             words, input=stdin, capture_output=True, text=True, cwd=self._folder, env=self._env, timeout=600
         )
         return done.returncode, done.stdout + done.stderr
@@ -219,7 +220,7 @@ class Hour:
         words = [*self._whet, "serve", model, "--port", "0"]
         log = self._folder / "serve.log"
         with log.open("w") as file:
-            server = subprocess.Popen(words, stdout=file, stderr=file, cwd=self._folder, env=self._env)
+            server = processes.start(words, stdout=file, stderr=file, cwd=self._folder, env=self._env)
         try:
             address = ""
             for _ in range(6000):

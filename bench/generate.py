@@ -23,6 +23,7 @@ from typing import Any
 import sides
 import torch
 
+from whet import processes
 from whet.generate.engine import Request
 from whet.generate.sampling import SamplingParams, sequence_seed
 
@@ -97,14 +98,14 @@ for _ in sys.stdin:
     def __init__(self, home: Path, dtype: str, prompts: list[tuple[int, ...]]) -> None:
         arguments = json.dumps([str(home), dtype, prompts, NEW])
         environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "2"}
-        self.process = subprocess.Popen(
+        self.process = processes.start(
             [VLLM_PYTHON, "-c", self.CODE, arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             env=environment,
-            start_new_session=True,
+            tree=True,
         )
         self.read("ready")
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from whet import processes
 from whet.inspect.bench import PROGRAMS, results
 from whet.kernels.cpu import build
 from whet.telemetry.hardware import cpu_name
@@ -39,7 +39,7 @@ def measure(program: str, folder: Path, options: list[str]) -> tuple[dict[str, f
         file = Path(place) / "rows.json"
         words = [sys.executable, str(folder / f"{program}.py"), "--quick", *options, "--json", str(file)]
         # The ratios are the processor's, also where there is a GPU.
-        code = subprocess.run(words, check=False, env=os.environ | {"WHET_BENCH_DEVICE": "cpu"}).returncode
+        code = processes.run(words, check=False, env=os.environ | {"WHET_BENCH_DEVICE": "cpu"}).returncode
         if code or not file.is_file():
             raise SystemExit(f"guard: {program}.py ended with status {code}")
         rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]

@@ -24,6 +24,7 @@ from pathlib import Path
 import sides
 import torch
 
+from whet import processes
 from whet.algo.packing import TrainingSequence
 from whet.generate import kernel_speed
 from whet.kernels import dispatch
@@ -94,7 +95,7 @@ def run_target(target: str, arguments) -> dict:
     words += ["--quick"] if arguments.quick else []
     words += ["--threads", str(arguments.threads)] if arguments.threads else []
     environment = os.environ | {build.VARIABLE: target, "WHET_KERNELS": "cpp"}
-    done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    done = processes.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
         raise SystemExit(f"isa: {target}: its process ended with status {done.returncode}")

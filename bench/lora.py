@@ -28,6 +28,7 @@ import sft_step
 import sides
 import torch
 
+from whet import processes
 from whet.generate.engine import Request
 from whet.generate.sampling import SamplingParams
 from whet.model.lora.files import read_adapter
@@ -143,7 +144,7 @@ def compare_memory(model: str, home: Path) -> dict[str, Any]:
     above: dict[str, float] = {}
     for side in ("whet", "TRL"):
         words = [sys.executable, __file__, "--side", side, "--models", model, "--folder", str(home)]
-        output = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
+        output = processes.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
         line = next(line for line in output.splitlines() if line.startswith("RESULT "))
         found = json.loads(line[7:])
         above[side] = found["peak"] - found["base"]

@@ -31,6 +31,7 @@ import sides
 import torch
 import torch.nn.functional as F
 
+from whet import processes
 from whet.train.optim.step import Precision, lean
 
 TARGETS = {"fastest": 0.4, "leanest": 0.6}
@@ -169,7 +170,7 @@ def run_model(model: str, new_tokens: int, repeats: int, folder: Path, extra: li
     for side in list(results) * repeats:
         words = [sys.executable, __file__, "--side", side, "--precision", precision]
         words += ["--models", model, "--weights", str(folder), *extra]
-        output = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
+        output = processes.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
         line = next(line for line in output.splitlines() if line.startswith("RESULT "))
         results[side].append(json.loads(line[7:]))
         print(side, results[side][-1], file=sys.stderr, flush=True)

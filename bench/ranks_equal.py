@@ -29,6 +29,7 @@ from unittest import mock
 
 import torch
 
+from whet import processes
 from whet.algo.config import AlgoConfig, OffPolicyConfig
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
@@ -341,6 +342,7 @@ def _weights(folder: Path) -> list[tuple[str, torch.Tensor]]:
 def _be_rank(rank: int, world: int, folder: str, jobs: Sequence[tuple[str, str, str]]) -> None:
     import torch.distributed as dist
 
+    processes.end_with_parent()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:

@@ -25,6 +25,7 @@ from typing import Any
 
 from playwright.sync_api import Page, sync_playwright
 
+from whet import processes
 from whet.model.text.tokenizer import Tokenizer
 
 GOALS_S = {"open": 3.0, "filter": 0.3}
@@ -174,7 +175,7 @@ def memory_mib(pid: int) -> float:
 def watch(browser: Any, folder: Path, num_samples: int) -> tuple[dict[str, float], float]:
     """Open the folder by `whet watch`; return seconds by action and the server's peak memory."""
     began = time.perf_counter()
-    server = subprocess.Popen([sys.executable, "-c", WATCH, str(folder)], stdout=subprocess.PIPE, text=True)
+    server = processes.start([sys.executable, "-c", WATCH, str(folder)], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         address = re.search(r"http\S+", server.stdout.readline())
@@ -199,7 +200,7 @@ def watch(browser: Any, folder: Path, num_samples: int) -> tuple[dict[str, float
 def open_report(browser: Any, folder: Path) -> dict[str, float]:
     """Make the folder's report and open it; return seconds by action."""
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", REPORT, str(folder)], check=True, stdout=subprocess.DEVNULL)
+    processes.run([sys.executable, "-c", REPORT, str(folder)], check=True, stdout=subprocess.DEVNULL)
     table = {"made": time.perf_counter() - began}
     page = browser.new_page()
     opened = time.perf_counter()

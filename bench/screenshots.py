@@ -23,6 +23,8 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
+from whet import processes
+
 SIZE = {"width": 1400, "height": 1000}
 COLOURS = 128
 QUESTION = "47+85+39="
@@ -68,14 +70,14 @@ def main() -> None:
 
 def whet(*words: str) -> None:
     """Run a command of whet."""
-    subprocess.run([sys.executable, "-m", "whet", *words], check=True, stdout=subprocess.DEVNULL)
+    processes.run([sys.executable, "-m", "whet", *words], check=True, stdout=subprocess.DEVNULL)
 
 
 @contextmanager
 def serving(model: Path) -> Iterator[str]:
     """Serve a model, and yield the address of its chat page."""
     command = [sys.executable, "-m", "whet", "serve", str(model), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    with processes.start(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         found = re.search(r"http://[\d.:]+", server.stdout.readline())
         try:

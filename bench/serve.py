@@ -23,6 +23,7 @@ from pathlib import Path
 import httpx
 import torch
 
+from whet import processes
 from whet.generate.policy import Policy
 from whet.model.config import ModelConfig
 from whet.model.text.tokenizer import Tokenizer
@@ -105,7 +106,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         num_weights = save_model(Path(folder) / "bench")
         command = [sys.executable, "-c", SERVE, str(Path(folder) / "bench"), str(options.streams)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with processes.start(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             url = process.stdout.readline().split(" at ")[1].split(" ")[0]
             try:

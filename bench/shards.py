@@ -27,6 +27,7 @@ from unittest import mock
 import sides
 import torch
 
+from whet import processes
 from whet.algo.packing import TrainingSequence
 from whet.generate.policy import Policy
 from whet.model.config import ModelConfig
@@ -99,6 +100,7 @@ def work(
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard  # noqa: F401 (no part of what is measured)
 
+    processes.end_with_parent()
     home = Path(folder)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -29,6 +29,7 @@ import memory
 import sides
 import torch
 
+from whet import processes
 from whet.generate.rows import Request
 from whet.generate.sampling import SamplingParams
 from whet.train.optim.step import OptimConfig, Optimizer
@@ -319,7 +320,7 @@ def run_prefill(
                     text,
                     *map(str, images),
                 ]
-                output = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
+                output = processes.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
                 line = next(line for line in output.splitlines() if line.startswith("RESULT "))
                 results.append(tuple(json.loads(line[7:])))
         theirs, ours = ([run[0] for run in found[side]] for side in ("transformers", "whet"))

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -49,6 +50,21 @@ TINY_SHAPE = ModelConfig(
 WHOLE_START = {(probe, "PROBE_TOKENS"): probe.PROBE_TOKENS, (audit, "NUM_PREFLIGHT"): audit.NUM_PREFLIGHT}
 probe.PROBE_TOKENS, audit.NUM_PREFLIGHT = 5, 1
 
+# Ends whatever a test process started when that process ends, also by SIGKILL: by a mark in the environment, which
+# finds grandchildren and sessions of their own as well.
+WATCHER = """
+import os, sys
+sys.stdin.buffer.read()
+for _ in range(3):
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                if sys.argv[1].encode() in file.read().split(b"\\0") and int(name) != os.getpid():
+                    os.kill(int(name), 9)
+        except OSError:
+            pass
+"""
+
 FEW = 200
 GOLDEN = Path(__file__).parent / "golden"
 """A few rows of public data; see its README."""
@@ -81,8 +97,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--ci", action="store_true", help="run the tests marked ci, too, as .ci/run does")
 
 
+WATCHED = pytest.StashKey[subprocess.Popen[bytes]]()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    watcher = config.stash.get(WATCHED, None)
+    if watcher is not None:
+        watcher.communicate()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hide a GPU from all tests but those marked gpu: what they promise to the bit is promised on a CPU."""
+    if sys.platform == "linux" and "PYTEST_XDIST_WORKER" not in os.environ:
+        mark = f"WHET_TESTS_{os.getpid()}"
+        os.environ[mark] = "1"
+        words = [sys.executable, "-I", "-S", "-c", WATCHER, f"{mark}=1"]
+        config.stash[WATCHED] = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

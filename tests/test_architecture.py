@@ -26,7 +26,7 @@ README = ROOT / "README.md"
 # A name may import what stands in a row above its own, and its own folder; in the first row also what stands
 # left of it. So `algo` cannot know `model`, nor `model` `algo`, nor `tasks` `generate`.
 ORDER = (
-    ("types", "install", "config", "cli", "stats"),
+    ("types", "install", "processes", "config", "cli", "stats"),
     ("kernels",),
     ("sandbox", "ranks"),
     ("storage",),

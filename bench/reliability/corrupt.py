@@ -18,7 +18,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,6 +40,8 @@ from tiny_runs import (
     shared_out,
     start,
 )
+
+from whet import processes
 
 HALTS = {
     "sft": Hook(point="log append", call=10),
@@ -385,7 +386,7 @@ class SmallDisk:
         shutil.rmtree(self.aside, ignore_errors=True)
         shutil.copytree(self.folder, self.aside)
         mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(self.folder)]
-        self.is_mounted = subprocess.run(mount, capture_output=True).returncode == 0
+        self.is_mounted = processes.run(mount, capture_output=True).returncode == 0
         if not self.is_mounted:
             return Hook(file_limit=self.generator.randrange(100, 200_000))
         shutil.copytree(self.aside, self.folder, dirs_exist_ok=True)
@@ -398,7 +399,7 @@ class SmallDisk:
             (self.folder / ".ballast").unlink()
             shutil.rmtree(self.aside)
             shutil.copytree(self.folder, self.aside)
-            subprocess.run(["umount", str(self.folder)], check=True)
+            processes.run(["umount", str(self.folder)], check=True)
             shutil.rmtree(self.folder)
             self.aside.rename(self.folder)
 

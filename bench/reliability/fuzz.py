@@ -38,6 +38,7 @@ import torch
 from fuzz_mutations import CANARY
 from fuzz_surfaces import SURFACES, Case, Surface
 
+from whet import processes
 from whet.cli import escape
 from whet.kernels.cpu.build import library
 from whet.types import UserError
@@ -191,9 +192,11 @@ def fork(surface: str, indices: list[int], seed: int, row: Row) -> list[int]:
     """Run inputs in a child until one kills it; return those that are left."""
     with tempfile.TemporaryDirectory(prefix="whet-fuzz-", ignore_cleanup_errors=True) as scratch:
         reader, writer = os.pipe()
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
+                processes.end_with_parent(parent)
                 os.close(reader)
                 child(surface, indices, seed, Path(scratch), writer)
             except BaseException:

@@ -24,7 +24,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -40,6 +39,8 @@ import torch._inductor.config  # loaded before the forks: switching determinism 
 from safetensors.torch import load_file
 from tiny_runs import SAMPLING, SHAPE, Hook, content, differing, leaked, make_base, run_here, start
 from tiny_runs import _patch as patch
+
+from whet import processes
 
 # ruff: noqa: SIM905 - command lines are read more easily as such
 END_LIMIT_S = 15.0
@@ -140,14 +141,18 @@ class Job:
         if fresh:
             command = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2"]
             with self.log.open("wb") as output:
-                process = subprocess.Popen(
-                    [*map(str, command), __file__, spec], stdout=output, stderr=output, start_new_session=True
+                words = [*map(str, command), __file__, spec]
+                # SIGTERM, for torchrun to end its ranks.
+                process = processes.start(
+                    words, death=signal.SIGTERM, stdout=output, stderr=output, start_new_session=True
                 )
             process.returncode = 0  # waited for by pid
             self.pid = process.pid
             return
+        parent = os.getpid()
         self.pid = os.fork()
         if not self.pid:
+            processes.end_with_parent(parent)
             os.setsid()
             output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(output, 1)
@@ -463,7 +468,8 @@ def main() -> int:
     plan = Plan(args.seed, tuple(args.faults.split(",")), work, base, len(programs), args.fresh)
     numbers = [list(range(place, args.trials, len(programs))) for place in range(len(programs))]
     trials: list[Trial] = []
-    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("fork")) as pool:
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(args.jobs, fork, processes.end_with_parent) as pool:
         for done in pool.map(worker, programs, numbers, [plan] * len(programs)):
             trials += done
             for trial in done:

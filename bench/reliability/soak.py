@@ -31,6 +31,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from whet import processes
+
 MARK = "WHET_SOAK_MARK"
 """Environment variable by which a process is known that the run started, whatever session it is in."""
 LIMIT_MB, QUICK_LIMIT_MB = 1.0, 25.0
@@ -219,7 +221,7 @@ def make_start(work: Path) -> Path:
     out = work / "sft"
     if not out.exists():
         command = [sys.executable, "-m", "whet", *SFT.split(), "--out", str(out)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        processes.run(command, check=True, stdout=subprocess.DEVNULL)
     return out
 
 
@@ -233,7 +235,7 @@ def watched(
     temporary.mkdir()
     environment = {**os.environ, MARK: mark, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
     with (work / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        process = processes.start(command, stdout=log, stderr=log, env=environment, start_new_session=True)
     readings: list[Reading] = []
     try:
         for reading in watch(process, mark, folder, every_s):

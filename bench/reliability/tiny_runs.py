@@ -19,7 +19,6 @@ import re
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import threading
 import time
@@ -42,6 +41,7 @@ import whet.report.html
 import whet.train.dpo
 import whet.train.rft
 import whet.train.rl  # noqa: F401 - loaded before the fork, as all programs
+from whet import processes
 from whet.__main__ import main as whet_main
 from whet.recipes.models import seeing_model
 from whet.tasks.made import arithmetic, products
@@ -245,16 +245,18 @@ def start(argv: list[str], log: Path, hook: Hook | None = None, *, fresh: bool =
     if fresh:
         spec = json.dumps([argv, hook.__dict__])
         with log.open("wb") as output:
-            process = subprocess.Popen(
+            process = processes.start(
                 [sys.executable, __file__, spec], stdout=output, stderr=output, start_new_session=True
             )
         process.returncode = 0  # waited for by pid
         return Run(process.pid, log)
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         return Run(pid, log)
     status = 1
     try:
+        processes.end_with_parent(parent)
         os.setsid()
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(output, 1)
@@ -567,7 +569,7 @@ def run_trials(
         failure: What to print of a trial; '' if it did not fail.
     """
     trials: list[Any] = []
-    with multiprocessing.get_context("fork").Pool(args.jobs) as pool:
+    with multiprocessing.get_context("fork").Pool(args.jobs, processes.end_with_parent) as pool:
         for done in pool.imap_unordered(worker, portions, chunksize=1):
             trials += done
             for trial in done:

@@ -75,7 +75,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
         runtimes.answer(Path(command[-1]))
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(parity.subprocess, "run", run)
+    monkeypatch.setattr(parity.processes, "run", run)
 
 
 def config(folder: Path, out: Path, to: str, **more: Any) -> ExportConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from whet import processes
 from whet.cli import Program
 from whet.config import dump_yaml
 from whet.install import install_command
@@ -258,7 +258,7 @@ def run_program(path: Path, options: Sequence[str]) -> dict[str, Any] | None:
         file = Path(folder) / "rows.json"
         words = [sys.executable, str(path), *options, "--json", str(file)]
         sys.stdout.flush()
-        code = subprocess.run(words, check=False).returncode
+        code = processes.run(words, check=False).returncode
         if code or not file.is_file():
             print(f"{path.name} ended with status {code}", flush=True)
             return None

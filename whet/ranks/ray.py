@@ -7,7 +7,6 @@ and notices what dies.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import secrets
@@ -25,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from whet import processes
 from whet.install import install_command
 from whet.types import UnreadError, UserError
 
@@ -43,7 +43,6 @@ PLACE_S = 600.0
 SILENT_S = 60.0
 """Seconds after which a rank that does not answer counts as lost."""
 POLL_S = 0.2
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,14 +336,13 @@ class RankProcess:
         for name, text in files.items():
             (Path(folder) / name).write_text(text)
         address = ray.get_runtime_context().gcs_address
-        self._process = subprocess.Popen(
+        self._process = processes.start(
             [sys.executable, "-m", "whet", *(word.replace("{folder}", folder) for word in words)],
             # A dead rank is told in one line by the others, not in stacks of C++ frames.
             env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, ADDRESS: address, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            preexec_fn=_die_with_parent,
         )
         for number, pipe in ((1, self._process.stdout), (2, self._process.stderr)):
             reader = threading.Thread(target=self._read, args=(number, pipe), daemon=True)
@@ -372,11 +370,6 @@ class RankProcess:
         """Send the program a signal."""
         if self._process is not None:
             self._process.send_signal(number)
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def run_group(

@@ -28,6 +28,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
+from whet import processes
 from whet.install import install_command
 from whet.rewards.answers.equal import answers_equal
 from whet.sandbox.graders.graders import GraderPool
@@ -146,7 +147,7 @@ class Gym:
     def _made(self) -> list[Problem]:
         """Generate all problems in a process with a fixed hash seed: some environments draw from Python sets."""
         code = "import sys; from whet.tasks.gym import print_entries; print_entries(*sys.argv[1:])"
-        done = subprocess.run(
+        done = processes.run(
             [sys.executable, "-c", code, ",".join(self._names), str(self._size), str(self._seed)],
             env=os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
             stdin=subprocess.DEVNULL,

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from whet import __version__
+from whet import __version__, processes
 from whet.config import to_dict
 from whet.telemetry.hardware import cpu_name
 from whet.types import Problem, UserError
@@ -131,7 +131,7 @@ def _git_commit(root: Path) -> str | None:
 
 def _git(root: Path, *arguments: str) -> str:
     command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    return processes.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
 
 
 @cache

@@ -6,8 +6,6 @@ for are no crashes.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import re
 import signal
 import subprocess
@@ -16,6 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+
+from whet import processes
 
 COMMAND = (sys.executable, "-m", "whet")
 FIRST_S, LONGEST_S = 1.0, 60.0
@@ -27,7 +27,6 @@ ASKED = tuple(
 )
 """Signals that ask a training to save and stop: a scheduler's, Ctrl-C, a lost terminal."""
 USER_ERROR = 2
-_PR_SET_PDEATHSIG = 1
 
 
 def heard() -> list[int]:
@@ -66,7 +65,7 @@ def supervise(words: Sequence[str], run: Path, limit: int) -> int:
     try:
         crashed_at: int | None = None
         for number in range(limit + 1):
-            child = subprocess.Popen([*COMMAND, *words], preexec_fn=_end_with_parent())
+            child = processes.start([*COMMAND, *words], death=signal.SIGTERM)  # it saves and stops
             if asked:  # while it was being started
                 child.send_signal(asked)
             code = child.wait()
@@ -111,20 +110,6 @@ def newest_step(run: Path) -> int:
     found = (run / "checkpoints").glob("step_*/manifest.json")
     steps = (re.fullmatch(r"step_(\d{8,18})", path.parent.name) for path in found)
     return max((int(match[1]) for match in steps if match), default=0)
-
-
-def _end_with_parent() -> Callable[[], None] | None:
-    """Return what makes a child save and stop when this process is killed; None where the system cannot."""
-    if sys.platform != "linux":
-        return None
-    library, parent = ctypes.CDLL(None), os.getpid()
-
-    def prepare() -> None:
-        library.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(128 + signal.SIGTERM)
-
-    return prepare
 
 
 def _slept(seconds: float, is_over: Callable[[], bool]) -> bool:

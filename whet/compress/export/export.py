@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -17,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from whet import processes
 from whet.cli import Program
 from whet.compress.export import gguf, parity
 from whet.compress.export import importance as importances
@@ -390,7 +390,7 @@ def quantise(source: Path, target: Path, kind: str, importance: importances.Impo
             importances.write(importance, matrix)
         options = ["--imatrix", str(matrix)] if importance is not None else []
         command = [tool, *options, str(source), str(target), kind.upper()]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = processes.run(command, capture_output=True, text=True, check=False)
         matrix.unlink(missing_ok=True)
         if done.returncode:
             raise UserError(f"llama-quantize: {(done.stderr.strip().splitlines() or ['failed'])[-1][:300]}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from whet import processes
 from whet.compress.export import runtimes
 from whet.generate.policy import Policy
 from whet.generate.rows import Request
@@ -216,7 +216,7 @@ def ask(
         (folder / runtimes.REQUEST).write_text(json.dumps(request), encoding="utf-8")
         command = [sys.executable, runtimes.__file__, name]
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        done = processes.run(command, capture_output=True, text=True, env=environment, check=False)
         if done.returncode or not (folder / runtimes.ANSWER).is_file():
             reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
             raise UserError(f"{path}: {runtime} cannot run it: {reason[:300]}")

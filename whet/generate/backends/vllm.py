@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 
+from whet import processes
 from whet.generate.backends.base import SamplerConfig
 from whet.generate.backends.dialects import barred_ids, check_copy
 from whet.generate.backends.server import (
@@ -123,8 +124,8 @@ def start_server(config: SamplerConfig, policy: Policy, folder: Path) -> ServerS
     environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"  # and those that replace adapters
     environment.pop("PYTHONPATH", None)  # of our own environment
     log = (folder / LOG).open("ab")
-    process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+    process = processes.start(
+        command, tree=True, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
     )
     log.close()
 

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 from safetensors.torch import load_file
 
+from whet import processes
 from whet.telemetry.display import one_line
 from whet.telemetry.log import as_number, read_metrics, read_rows
 from whet.telemetry.metrics import METRICS
@@ -177,7 +178,7 @@ def _run(console: Console, work: Path, label: str, words: Sequence[str]) -> Trac
     command = [sys.executable, "-m", "whet", *words, "--out", str(folder)]
     began = time.monotonic()
     with log.open("wb") as output, console.status(label):
-        status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output).returncode
+        status = processes.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output).returncode
     if status:
         last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1][:500]
         raise UserError(

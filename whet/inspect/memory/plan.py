@@ -3,7 +3,6 @@ time of its steps on several devices."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from whet import processes
 from whet.cli import Program, passed_words
 from whet.config import load_yaml
 from whet.generate.kernel_speed import choose_kernels, expected_kernels
@@ -352,7 +352,7 @@ def read_recipe(config: PlanConfig, command: Sequence[str] = WHET) -> RLConfig |
         UserError: With the program's message, if it refuses.
     """
     words = [*command, config.of, config.recipe, *passed_words(config.set), "--print-config"]
-    result = subprocess.run(words, capture_output=True, text=True, errors="replace")
+    result = processes.run(words, capture_output=True, text=True, errors="replace")
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if line.strip()] or ["no message"]
         said = escape_controls(lines[-1].strip().removeprefix("whet: error: "))

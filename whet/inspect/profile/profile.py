@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -20,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from whet import processes
 from whet.cli import Program, passed_words
 from whet.generate.policy import resolve_device
 from whet.inspect.memory.plan import PlanConfig, read_recipe
@@ -495,7 +495,7 @@ def run_tool(tool: str, command: Sequence[str], config: ProfileConfig, folder: P
     folder.mkdir(parents=True, exist_ok=True)
     place = command.index("whet")
     words = [program, *command[1:place], sys.executable, "-m", *command[place:]]
-    code = subprocess.run(words, env=os.environ | {VARIABLE: _window(config)}, check=False).returncode
+    code = processes.run(words, env=os.environ | {VARIABLE: _window(config)}, check=False).returncode
     if code:
         raise UserError(f"--tool {tool}: it ended with status {code}; the command was: {shlex.join(command)}")
     found = sorted(str(path) for path in folder.glob(f"{tool}.*"))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
+from whet import processes
 from whet.cli import Program, passed_words
 from whet.config import Renamed, closest, dump_yaml
 from whet.inspect.seeds.outcome import Board, Measure, Outcome, Status, write_outcomes
@@ -214,7 +215,7 @@ def _arguments(config: SeedsConfig, seed: int) -> list[str]:
 
 def _rehearse(config: SeedsConfig, command: Sequence[str]) -> int | None:
     """Let the program check recipe and overrides without running; return the number of steps if it prints it."""
-    result = subprocess.run(
+    result = processes.run(
         [*command, *_arguments(config, config.seeds[0]), "--resume", "--dry-run"],
         capture_output=True,
         text=True,
@@ -276,8 +277,9 @@ def _start(seed: _Seed, config: SeedsConfig, command: Sequence[str]) -> None:
     threads = str(config.num_threads or max(1, cores // config.parallel))
     resume = ["--resume"] if (seed.folder / "config.yaml").exists() else []
     with _open_log(seed) as log:
-        seed.process = subprocess.Popen(
+        seed.process = processes.start(
             [*command, *_arguments(config, seed.number), *resume],
+            death=signal.SIGTERM,  # without its launcher a run saves and stops
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -20,6 +20,7 @@ from typing import IO, Any
 import psutil
 import torch
 
+from whet import processes
 from whet.config import from_dict
 from whet.generate.policy import resolve_device
 from whet.inspect.sweep.steps import Reinforcement, Steps, load, memory_errors
@@ -48,7 +49,7 @@ class Worker:
     def __init__(self, command: Sequence[str] = COMMAND) -> None:
         refuse_reentry("a sweep")
         self._said = tempfile.TemporaryFile("w+", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-        self._process = subprocess.Popen(
+        self._process = processes.start(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True
         )
 

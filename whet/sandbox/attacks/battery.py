@@ -92,7 +92,8 @@ class Scene:
         self.canary.chmod(0o666)
         os.environ["WHET_BATTERY_SECRET"] = self.secret
         user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
-        self.sentinel = subprocess.Popen(["sleep", "3600"], cwd="/", **user)
+        # It reads until this process closes the pipe, or is gone.
+        self.sentinel = subprocess.Popen(["cat"], stdin=subprocess.PIPE, cwd="/", **user)
         self.tcp = socket.create_server(("127.0.0.1", 0))
         self.unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket_name = f"whet-{secrets.token_hex(4)}"
@@ -134,7 +135,7 @@ class Scene:
 
     def __exit__(self, *_: object) -> None:
         self.sentinel.kill()
-        self.sentinel.wait()
+        self.sentinel.communicate()
         self.tcp.close()
         self.unix.close()
         os.environ.pop("WHET_BATTERY_SECRET", None)
