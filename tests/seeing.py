@@ -33,13 +33,16 @@ def uri(*colours: int, size: tuple[int, int] = (16, 16)) -> str:
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
 
 
-def save_model(where: Path, seed: int = 0) -> Path:
+def save_model(
+    where: Path, seed: int = 0, *, tokenizer: Tokenizer | None = None, max_positions: int = 128
+) -> Path:
     """A model of Qwen3-VL's shape whose patches are 4 pixels wide, so that an image of 16 has 4 tokens."""
     schema = SCHEMAS["think_answer"]
-    tokenizer = Tokenizer.characters(ALPHABET, [*schema.tags, "<image>"]).with_template(PLAIN_TEMPLATE)
+    if tokenizer is None:
+        tokenizer = Tokenizer.characters(ALPHABET, [*schema.tags, "<image>"]).with_template(PLAIN_TEMPLATE)
     text = {"model_type": "qwen3_vl_text", "vocab_size": tokenizer.vocab_size, "hidden_size": 64} | {
         "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 32, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "head_dim": 32, "max_position_embeddings": max_positions, "rms_norm_eps": 1e-5, "hidden_act": "silu",
         "attention_bias": False,
         "rope_parameters": {
             "rope_type": "default", "rope_theta": 30.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import seeing
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -25,7 +26,7 @@ from whet.model.config import ModelConfig
 from whet.model.families import from_hf
 from whet.model.quant import PackedMatrix
 from whet.model.transformer import LanguageModel, init_weights
-from whet.model.weights import build_model, load_model, resize_vocabulary, save_model
+from whet.model.weights import build_model, check_weights, load_model, resize_vocabulary, save_model
 from whet.train.session import load_trained
 from whet.train.sft import SFTConfig
 from whet.types import UserError
@@ -224,6 +225,26 @@ def test_a_folder_gives_the_same_model_back(name: str, tmp_path: Path) -> None:
     # What changes the model's shape keeps the matrices.
     grown = resize_vocabulary(back, 64, seed=0)
     assert torch.equal(grown.logits(ids)[..., :61], model.logits(ids))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_model_that_sees_comes_back_from_its_folder(kind: quant.Kind, tmp_path: Path) -> None:
+    """Its config.json has an object for each part, and its files other names than its parameters."""
+    model, _ = load_model(seeing.save_model(tmp_path / "model"))
+    tower = {name: p for name, p in model.named_parameters() if name.startswith("visual.")}
+    quant.quantize(model, kind)
+    save_model(model, tmp_path / kind)
+    check_weights(tmp_path / kind)
+    back, config = load_model(tmp_path / kind)
+    assert len(quant.packed_parts(back)) == 14
+    assert all(torch.equal(back.get_parameter(name), own) for name, own in tower.items())
+    ids = torch.arange(12)[None]
+    assert torch.equal(model.logits(ids), back.logits(ids))
+    # Other programs would look for the family's names: they are to refuse the folder.
+    assert json.loads((tmp_path / kind / "config.json").read_text())["quantization_config"] == {
+        "quant_method": "whet"
+    }
+    assert config.vision is not None
 
 
 def test_super_weights_stay_exact() -> None:

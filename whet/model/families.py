@@ -1085,6 +1085,8 @@ def _read_seeing(
 ) -> ModelConfig:
     """Read a model with images: its decoder, and then the tower."""
     _refuse_foreign(data, family.architecture, where)
+    if is_packed(data):  # of the weights, not of the shape
+        data = {key: value for key, value in data.items() if key != "quantization_config"}
     text, tower = _text_keys(data, family), data.get("vision_config") or {}
     kind = text.setdefault("model_type", family.texts[0] if family.texts else "llama")
     if not isinstance(kind, str) or kind not in (family.texts or FAMILIES):

@@ -886,7 +886,12 @@ def _quantization_config(model: LanguageModel) -> dict[str, Any]:
     is_plain = (
         is_plain and "int8" not in kinds.values() and not any(p.is_experts for p in places(model).values())
     )
-    if model.config.family == "gpt2" or model.config.block.fused or not is_plain:
+    # The folder has the parameters' own names: other programs read it where these are the family's names, too.
+    own = {name: parameter.shape for name, parameter in model.named_parameters()}
+    own |= {name: place.shape for name, place in places(model).items()}
+    own = {name: torch.empty(shape, device="meta") for name, shape in own.items()}
+    has_names = as_stored(own, model.config).keys() == own.keys()
+    if model.config.family == "gpt2" or not (is_plain and has_names):
         return {"quant_method": "whet"}  # which transformers refuses
     return {
         "quant_method": "bitsandbytes",

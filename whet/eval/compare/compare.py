@@ -649,8 +649,11 @@ def _verdict_of_many(names: Sequence[str], means: Sequence[float], content: Mapp
     others = [place for place in range(len(names)) if place != best]
     beaten = [place for place in others if (cell := content["matrix"][best][place]) and cell["p_holm"] < 0.05]
     equal = [place for place in others if place not in beaten]
-    told = [f"better than {_listed(names, beaten)}"] * bool(beaten)
-    told += [f"no difference from {_listed(names, equal)} could be shown"] * bool(equal)
+    told: list[str] = []
+    if beaten:
+        told.append(f"better than {_listed(names, beaten)}")
+    if equal:
+        told.append(f"no difference from {_listed(names, equal)} could be shown")
     shown = [show("pass@1", mean) for mean in means]
     chain = " → ".join(shown if len(shown) <= MANY else [shown[0], "...", shown[-1]])
     return (
