@@ -32,7 +32,9 @@ from whet.model.quant import PackedMatrix, packed_parts, places
 from whet.model.quant import quantize as quantize_all
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model
+from whet.tasks.base import TaskConfig, load_task
 from whet.train import sft
+from whet.train.data.demonstrations import sequences_of
 from whet.train.optim.step import OptimConfig
 from whet.types import MicroBatch, UserError
 
@@ -414,3 +416,20 @@ def test_selected_layers_beat_all_nf4_at_equal_bytes(
     )
     with pytest.raises(UserError, match="quantised already"):
         quantize.main(replace(config, out=str(tmp_path / "again"), policy=PolicyConfig(init=str(out))))
+
+
+def test_solutions_that_exceed_the_context_are_left_out_before_anything_is_read(tmp_path: Path) -> None:
+    rows = [
+        {"question": f"{n}+1=", "answer": str(n + 1), "solution": "9" * (80 if n % 2 else 1)}
+        for n in range(40)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = PolicyConfig(tokenizer="bytes", template="plain", model=replace(SHAPE, vocab_size=64))
+    policy, task = (
+        load_policy(config, seed=0),
+        load_task(TaskConfig(name="jsonl", path=str(tmp_path / "rows.jsonl"))),
+    )
+    found = {kind: quantize._rows(policy, task, "train", 12, kind) for kind in ("own", "data")}
+    assert {len(problem.solution) for problem in found["own"]} == {1, 80}  # the model's own completions fit
+    assert {len(problem.solution) for problem in found["data"]} == {1}
+    assert all(s.num_tokens <= 64 for problem in found["data"] for s in sequences_of(policy, problem))

@@ -176,15 +176,16 @@ def test_three_models_get_a_matrix_and_a_correction(
     [
         ([1, 1, 1, 1], "a is right most often (50.0 %): no difference from the other 3 could be shown."),
         ([2, 0, 0, 0], "a is right most often (100.0 %): better than the other 3."),
-        ([0, 2, 2, 0], "b is right most often (100.0 %): better than a and d; no difference from c could be shown."),
+        (
+            [0, 2, 2, 0],
+            "b is right most often (100.0 %): better than a and d; no difference from c could be shown.",
+        ),
     ],
 )
 def test_the_verdict_of_many_names_the_beaten_and_the_equal_even_if_there_are_none(
     tmp_path: Path, rights: list[int], verdict: str
 ) -> None:
-    folders = [
-        evaluation(tmp_path / name, [count] * 12) for name, count in zip("abcd", rights, strict=True)
-    ]
+    folders = [evaluation(tmp_path / name, [count] * 12) for name, count in zip("abcd", rights, strict=True)]
     assert run(tmp_path / "out", *folders)["verdict"].startswith(verdict)
 
 

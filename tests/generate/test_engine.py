@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -378,6 +379,20 @@ def test_one_engine_sees_new_weights_and_keeps_no_old_keys() -> None:
     assert torch.equal(scored, sampled)
     engine.release()
     assert engine.generate(requests, params) == after
+
+
+@pytest.mark.parametrize("value", [math.nan, 1e30, -1e30])
+@pytest.mark.usefixtures("either")
+def test_logits_that_are_no_numbers_are_refused_before_a_token_is_drawn(value: float) -> None:
+    """Finite weights may be too large for their products to be."""
+    model = make_model(tie_embeddings=False)
+    with torch.no_grad():
+        model.head_weight.fill_(value)
+        model.get_parameter("model.norm.weight").fill_(1e30)
+    engine = Engine(model, stop_ids=())
+    with pytest.raises(UserError, match="logits contain NaN or infinity, .* float32"):
+        engine.generate(make_requests([3], 1), SamplingParams(max_new_tokens=2))
+    assert engine.stats.decode_steps == 0
 
 
 def test_the_model_keeps_its_mode(llama: LanguageModel) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from seeing import save_model, uri
 from torch.utils.flop_counter import FlopCounterMode
 
 from whet import cli
@@ -41,9 +42,11 @@ from whet.kernels import dispatch
 from whet.model.config import ModelConfig
 from whet.model.lora.side import LoRAConfig
 from whet.model.text.tokenizer import Tokenizer
+from whet.model.vision.ids import is_image
 from whet.model.weights import build_model
 from whet.recipes.models import demo_policy
 from whet.recipes.rl import ALGORITHMS
+from whet.tasks.base import TaskConfig
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.train.objective import objective as objective_module
 from whet.train.optim.step import OptimConfig, Optimizer, learning_rate
@@ -245,6 +248,43 @@ def forget_the_past(subject: Subject) -> None:
 def blow_up(subject: Subject) -> None:
     with torch.no_grad():
         subject.policy.model.head_weight[3, 3] = math.inf
+
+
+@pytest.fixture(scope="module")
+def seeing_run(tmp_path_factory: pytest.TempPathFactory) -> SFTConfig:
+    """A step of a model that sees, whose prompts begin, end and go on with images."""
+    where = tmp_path_factory.mktemp("seeing")
+    images = [uri(9), uri(30, 200, size=(16, 24)), uri(1, 9, 70)]
+    rows = [
+        {"question": f"{'abcdefghij'[n]}=", "solution": str(n), "answer": str(n), "image": images[n % 3]}
+        for n in range(8)
+    ]
+    (where / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return sft(
+        policy=PolicyConfig(init=str(save_model(where / "model")), max_rows=64, device="cpu"),
+        task=TaskConfig(name="jsonl", path=str(where / "rows.jsonl")),
+    )
+
+
+def test_a_sound_step_with_images_passes(seeing_run: SFTConfig) -> None:
+    subject = Subject(seeing_run)
+    assert any(is_image(token) for s in subject.sequences for token in s.prompt_ids)
+    found = [tokenizer(subject), parameters(subject), forward(subject)]
+    found.append(gradients(subject, update_of(subject)))
+    assert [check for part in found for check in part.checks if check.status == "fail"] == []
+    # Where the tower is trained, it is to have gradients, too.
+    trained = Subject(replace(seeing_run, policy=replace(seeing_run.policy, train_vision=True)))
+    assert failed(gradients(trained, update_of(trained))) == set()
+
+
+def test_a_damaged_forward_pass_with_images_is_found(seeing_run: SFTConfig) -> None:
+    for damage, expected in (
+        (leak_future, {"later tokens change nothing (causal)"}),
+        (see_neighbours, {"the same packed with others behind", "the same packed with others in front"}),
+    ):
+        subject = Subject(seeing_run)
+        damage(subject)
+        assert expected <= failed(forward(subject))
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,23 @@ def test_wrong_tensors(folder: Path, change: Callable[[Any], object], part: str)
     assert refused(lambda: check_weights(folder)) == told  # a dry run's, which reads no number
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_that_are_none_are_refused_as_they_are_read(
+    folder: Path, value: float, dtype: torch.dtype
+) -> None:
+    change_tensors(
+        folder, lambda tensors: tensors.update({EMBEDDING: torch.full((16, 16), 6e4, dtype=dtype)})
+    )
+    load_model(folder)  # large numbers, whose sum is no float16
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[EMBEDDING][3, 5] = value
+
+    change_tensors(folder, spoil)
+    refused(lambda: load_model(folder), str(folder), EMBEDDING, "contains NaN or infinity")
+
+
 def test_a_tensor_that_occurs_twice(folder: Path, tmp_path: Path) -> None:
     in_two_shards(folder)
     both = load_file(folder / "b.safetensors")

@@ -125,6 +125,7 @@ class Engine:
         self._trains, self._records_experts = trains, records_experts
         self._several = several
         self._cache: KVCache | None = None
+        self._is_checked = False
         self._head: torch.Tensor | None = None
         self._layers: Layers | None = None
         self._plain: PlainSteps | None = None
@@ -406,7 +407,10 @@ class Engine:
         self._cache.give(homes, rows, lengths)
         ends = torch.tensor(lengths, device=self.device).cumsum(0) - 1
         repeats = torch.tensor([len(rows) for _, rows in prompts], device=self.device)
-        logits = self._logits(hidden.index_select(0, ends)).repeat_interleave(repeats, dim=0)
+        logits = self._logits(hidden.index_select(0, ends))
+        if not self._is_checked:
+            self._check_logits(logits)
+        logits = logits.repeat_interleave(repeats, dim=0)
         new = slice(first, len(state.jobs))
         state.seeds[new] = torch.tensor([job.seed for job in state.jobs[new]], device=self.device)
         # The position of the prompt's last token: drawing a token moves the row on to where that token will be read.
@@ -440,6 +444,20 @@ class Engine:
         model = self.model
         options = {"num_valid": model.num_valid_tokens, "cap": model.config.block.logit_cap}
         return head_logits(hidden_BD, self._head, temperature=1.0, **options)
+
+    def _check_logits(self, logits_BV: torch.Tensor) -> None:
+        """Refuse a model that cannot be sampled from, at its first prompts: nothing is written yet.
+
+        Raises:
+            UserError: If the largest logit of a row is no number: a NaN counts as one, -infinity only if all are.
+        """
+        if not bool(logits_BV.amax(-1).isfinite().all()):
+            dtype = str(self._autocast or self.model.head_weight.dtype).removeprefix("torch.")
+            raise UserError(
+                f"the model's logits contain NaN or infinity, so it cannot write: its weights are too large for "
+                f"{dtype}, or a training diverged; take another precision or an earlier checkpoint"
+            )
+        self._is_checked = True
 
     @spanned("sample")
     def _append(self, logits_BV: torch.Tensor, state: Rows, rows: slice) -> None:

@@ -123,6 +123,7 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         if self.system_prompt in ("none", ""):
             object.__setattr__(self, "system_prompt", False)
+        parse_device(self.device)
         if self.max_image_tokens < 0:
             raise ValueError(f"policy.max_image_tokens = {self.max_image_tokens}: expected 0 or more")
         if self.max_rows < 1:
@@ -612,18 +613,30 @@ class Policy:
         (folder / "protocol.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
+def parse_device(name: str) -> torch.device | None:
+    """Return the device that a name means, available or not; None for 'auto'.
+
+    Raises:
+        UserError: If whet does not run on such a device.
+    """
+    if name == "auto":
+        return None
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UserError(f"policy.device = {name!r}: expected auto, cpu, cuda or cuda:N")
+    return device
+
+
 def resolve_device(name: str) -> torch.device:
     """Resolve 'auto' or a device name to an available device.
 
     Raises:
         UserError: If it is not available.
     """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"policy.device = {name!r}: expected auto, cpu, cuda or cuda:N") from None
+    device = parse_device(name) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"policy.device = {name!r}: this machine has no usable CUDA device; use cpu or auto")
     if device.type == "cuda" and device.index is not None:

@@ -31,6 +31,7 @@ from whet.model.quant import (
     Kind,
     PackedMatrix,
     Place,
+    is_finite,
     packed_parts,
     packed_tensors,
     part_of,
@@ -741,9 +742,11 @@ def _own_parameters(model: LanguageModel) -> list[tuple[str, torch.nn.Parameter]
 
 
 def _floats(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """Return a tensor, or refuse one that holds no floating-point numbers."""
+    """Return a tensor, or refuse one that holds no floating-point numbers, or a NaN or infinity."""
     if not tensor.is_floating_point():
         raise UserError(f"{what} is {tensor.dtype}, expected floats")
+    if not tensor.is_meta and not is_finite(tensor):
+        raise UserError(f"{what} contains NaN or infinity: the file is damaged, or a training diverged")
     return tensor
 
 

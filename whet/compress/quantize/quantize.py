@@ -39,6 +39,7 @@ from whet.types import MicroBatch, Problem, Task, UserError
 NO_MODEL = "MODEL"
 TOKEN_BUDGET = 2048
 """Tokens that a pass reads at once."""
+Completions = Literal["own", "data"]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -58,7 +59,7 @@ class QuantizeConfig:
     in 16 bits (30%), or bytes of all weights (350MB, 1.2GiB)."""
     methods: tuple[Method, ...] = ("rtn", "gptq", "awq")
     """Ways to find NF4 codes that are tried for each layer: rtn (nearest codes), gptq, awq."""
-    completions: Literal["own", "data"] = "own"
+    completions: Completions = "own"
     """Calibrate on what the model itself writes to a task's problems, or on their worked solutions. Conversations and
     texts are always read as they are."""
     num_calibration: int = 64
@@ -118,7 +119,7 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
     Raises:
         UserError: If the model is quantised already, the task does not fit it, or the budget is too small.
     """
-    policy = load_policy(config.policy, seed=config.seed)
+    policy = load_policy(config.policy, seed=config.seed, merge=True)
     model, task = policy.model, load_task(config.task)
     if packed_parts(model):
         raise UserError(f"{config.policy.init}: quantised already; quantise the model that it was made of")
@@ -134,8 +135,8 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
             "nothing to quantise; give a smaller budget, as in --budget 4.5bits"
         )
     rows = {
-        "calibration": _rows(policy, task, "train", config.num_calibration),
-        "held_out": _rows(policy, task, "test", config.num_held_out),
+        "calibration": _rows(policy, task, "train", config.num_calibration, config.completions),
+        "held_out": _rows(policy, task, "test", config.num_held_out, config.completions),
     }
     graded = [problem for problem in take_problems(task, "test", config.num_problems) if problem.answer]
     has_answers = bool(config.num_problems) and all(kind_of(p) == "solution" for p in rows["held_out"])
@@ -207,13 +208,15 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
     return content
 
 
-def _rows(policy: Policy, task: Task, split: str, count: int) -> list[Problem]:
-    """Return rows of a split that fit in the context."""
+def _rows(policy: Policy, task: Task, split: str, count: int, completions: Completions) -> list[Problem]:
+    """Return rows of a split that fit in the context, with what is read of them."""
     problems = take_problems(task, split, 0)
     if not problems:
         raise UserError(f"task {task.name}: no rows in its {split} split, which is calibrated or compared on")
     if any(kind_of(problem) != "solution" for problem in problems[:1]):
         kept = demonstrate(policy, problems[:count], too_long="cut").problems
+    elif completions == "data":
+        kept = demonstrate(policy, problems[: 4 * count]).problems[:count]
     else:
         kept = fitting_problems(policy, problems[: 4 * count], min_new_tokens=2)[:count]
     if not kept:

@@ -20,6 +20,7 @@ from whet.kernels.cpu.build import reason
 from whet.model.config import ModelConfig
 from whet.model.quant import places
 from whet.model.transformer import SIDE_NAMES
+from whet.model.vision.ids import is_image
 from whet.telemetry.provenance import describe_environment
 from whet.train.optim.precision import has_bfloat16
 from whet.train.optim.step import AUTOCAST, PARAMETERS
@@ -97,7 +98,8 @@ def tokenizer(subject: Subject) -> Component:
     }
     found = f"{len(texts) - len(broken)} of {len(texts)}" + (f"; not {broken[0][:60]!r}" if broken else "")
     part.check("decode(encode(text)) == text", not broken, found, "all texts of the step")
-    largest = max(max(s.prompt_ids + s.completion_ids) for s in subject.sequences)
+    # Ids of images are above all vocabularies.
+    largest = max(n for s in subject.sequences for n in s.prompt_ids + s.completion_ids if not is_image(n))
     valid = subject.policy.model.num_valid_tokens
     part.check("ids in the vocabulary", largest < valid, f"largest {largest}", f"below {valid}")
     if tokens.vocab_size > GPT2_END[0] and tokens.token_text(GPT2_END[0]) == GPT2_END[1]:
@@ -233,12 +235,15 @@ def forward(subject: Subject) -> Component:
 
 @torch.no_grad()
 def _logits(subject: Subject, sequences: Sequence[TrainingSequence]) -> torch.Tensor:
-    """Return logits [B, T, V] of sequences, cut to the shortest one's length."""
+    """Return logits [B, T, V] of sequences, cut to the shortest one's length; an image is cut nowhere, since it is read
+    whole or not at all."""
     length = min(s.num_tokens for s in sequences)
-    tokens_BT = torch.tensor([(s.prompt_ids + s.completion_ids)[:length] for s in sequences])
+    rows = [(s.prompt_ids + s.completion_ids)[:length] for s in sequences]
+    if any(len(s.prompt_ids) > length and is_image(s.prompt_ids[length]) for s in sequences):
+        rows = [sequences[0].prompt_ids + sequences[0].completion_ids]
     device, dtype = subject.policy.device, subject.policy.autocast
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-        return subject.policy.model.logits(tokens_BT.to(device)).float()
+        return subject.policy.model.logits(torch.tensor(rows).to(device)).float()
 
 
 def _scored_plainly(subject: Subject, sequences: Sequence[TrainingSequence]) -> list[list[float]]:
@@ -269,7 +274,7 @@ def _company(subject: Subject, few: Sequence[TrainingSequence]) -> dict[str, lis
         padded = [
             replace(
                 s,
-                completion_ids=s.completion_ids + s.prompt_ids[:1] * min(room, JUNK),
+                completion_ids=s.completion_ids + s.completion_ids[:1] * min(room, JUNK),
                 trained=(*(s.trained or (True,) * len(s.completion_ids)), *(False,) * min(room, JUNK)),
             )
             for s in few
@@ -281,26 +286,41 @@ def _company(subject: Subject, few: Sequence[TrainingSequence]) -> dict[str, lis
 def _future(subject: Subject, sequence: TrainingSequence) -> tuple[float, float]:
     """Return the largest effect of later tokens on a row (0 if the model is causal), and of earlier tokens.
 
-    All tokens from a position on are changed, at three positions, and then the first token alone. Rows are compared by
-    their entropies: the log-probability of the row before the change is useless, because its target changed.
+    All tokens of text from a position on are changed, at three positions, and then the first one alone; images stay,
+    since they are read whole or not at all. Rows are compared by their entropies: the log-probability of the row
+    before the change is useless, because its target changed.
     """
     ids = sequence.prompt_ids + sequence.completion_ids
-    valid = subject.policy.model.num_valid_tokens
+    model = subject.policy.model
+    is_text = [not is_image(token) for token in ids]
 
-    def entropies(changed: Sequence[int]) -> list[float]:
-        whole = TrainingSequence(prompt_ids=tuple(changed[:1]), completion_ids=tuple(changed[1:]))
+    def changed(first: int, end: int) -> list[int]:
+        found = list(ids)
+        for place in range(first, end):
+            if is_text[place]:
+                step = 1 + ((ids[place] + 1) % model.num_valid_tokens == model.undrawn_id)
+                found[place] = (ids[place] + step) % model.num_valid_tokens
+        return found
+
+    def entropies(tokens: Sequence[int]) -> dict[int, float]:
+        whole = TrainingSequence(
+            prompt_ids=tuple(tokens[:1]), completion_ids=tuple(tokens[1:]), trained=tuple(is_text[1:])
+        )
         (micro,) = pack([whole], token_budget=1, device=subject.policy.device).micro_batches
-        return subject.policy.score(micro, attention=subject.attention)[1].tolist()
+        found = subject.policy.score(micro, attention=subject.attention)[1].tolist()
+        rows = [place for place, follows in enumerate(is_text[1:]) if follows]
+        return dict(zip(rows, found, strict=True))
 
     base = entropies(ids)
 
     leak = 0.0
     for place in {max(1, len(ids) * quarter // 4) for quarter in (1, 2, 3)}:
-        changed_later = [*ids[:place], *((index + 1) % valid for index in ids[place:])]
-        leak = max(leak, _gap([base[:place]], [entropies(changed_later)[:place]]))
+        later = entropies(changed(place, len(ids)))
+        leak = max([leak, *(_gap([[base[row]]], [[later[row]]]) for row in base if row < place)])
 
-    changed_first = [(ids[0] + 1) % valid, *ids[1:]]
-    return leak, _gap([base[1:]], [entropies(changed_first)[1:]])
+    first = is_text.index(True)
+    moved = entropies(changed(first, first + 1))
+    return leak, max((_gap([[base[row]]], [[moved[row]]]) for row in base if row > first), default=0.0)
 
 
 def _gap(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:

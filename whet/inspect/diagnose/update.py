@@ -9,6 +9,7 @@ from typing import Any
 
 from whet.inspect.diagnose.objective import log_ratios, outside_clip, total_norm
 from whet.inspect.diagnose.step import Component, Subject, Update, share
+from whet.model.config import TOWER
 from whet.train.optim.step import PARAMETERS, OptimConfig
 from whet.train.rl_config import RLConfig
 
@@ -16,8 +17,12 @@ from whet.train.rl_config import RLConfig
 def gradients(subject: Subject, update: Update) -> Component:
     """Check the gradient of the real step in every tensor."""
     part, model, optim = Component("Gradient flow"), subject.policy.model, subject.run.optim
-    # Where adapters are trained, the base has no gradients.
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad or not subject.run.lora.rank}
+    # Where adapters are trained, the base has no gradients; nor has a tower that stays as it is.
+    named = {
+        name: p
+        for name, p in model.named_parameters()
+        if p.requires_grad or not (subject.run.lora.rank or name.startswith(TOWER))
+    }
     found = update.gradients
     norms = {name: float(found[name].double().norm()) if name in found else 0.0 for name in named}
     reached = [name for name, norm in norms.items() if norm > 0 and named[name].requires_grad]
