@@ -476,6 +476,33 @@ def test_a_run_folder_or_file_is_a_recipe(tmp_path: Path, monkeypatch: pytest.Mo
     assert said == "folder './empty' has no config.yaml, so it is not a run folder"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A toy with a run folder."""
+
+    out: str
+    """Output folder."""
+
+
+def test_resume_goes_on_in_the_folder_that_is_named(tmp_path: Path) -> None:
+    """Wherever the run was when it began; a new run of its recipe goes where the recipe says."""
+    run = tmp_path / "moved"
+    run.mkdir()
+    (run / "config.yaml").write_text("out: runs/old\n")
+
+    def out(*argv: str) -> str:
+        return cli.parse("whet toy", Kept, {"toy": lambda: Kept(out="runs/toy")}, argv).config.out
+
+    assert out(str(run), "--resume") == out(f"{run}/", "--resume", "40") == str(run)
+    assert out(str(run), "--resume", "--out", "runs/other") == "runs/other"
+    assert out(str(run)) == "runs/old"
+    assert out("toy", "--resume") == "runs/toy"
+    file = str(run / "config.yaml")
+    assert out(file, "--resume") == "runs/old"  # a file alone is a recipe, whatever it is called
+    (run / "environment.json").write_text("{}")
+    assert out(file, "--resume") == str(run)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -51,6 +51,7 @@ UNCOMPARED = frozenset(
         "provenance.json",
         "manifest.json",
         "logs.json",
+        "run.json",
         "config.json",
         "generation_config.json",
     }

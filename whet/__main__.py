@@ -360,7 +360,9 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
     elif parsed.dry_run:
         _rehearse(name, program, parsed.recipe, config, parsed.resume)
     elif parsed.restarts:
-        return _supervise(argv, config, parsed.restarts)
+        is_named = parsed.recipe in program.recipes or "out" in parsed.typed
+        # A recipe that is a run folder would, with --resume, be the run itself.
+        return _supervise([*argv, *([] if is_named else ["--out", config.out])], config, parsed.restarts)
     else:
         if parsed.resume is False:
             _need_earlier(config)

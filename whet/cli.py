@@ -270,7 +270,7 @@ def parse(
         first = next(iter(recipes))
         raise UserError(f"'{program}' needs a RECIPE: '{program} {first}' ({program} --help lists all)")
     recipe, stray = (words[0], words[1:]) if recipes else ("", words)
-    start = _start(program, config_class, recipes, recipe, find_run) if recipes else None
+    start, run = _start(program, config_class, recipes, recipe, find_run) if recipes else (None, "")
     command = f"{program} {recipe}".rstrip()
     if "help" in switches:
         notes = [f"--{group} NAME: {', '.join(table)}" for group, table in (presets or {}).items()]
@@ -299,6 +299,8 @@ def parse(
     if passes:
         overrides = _pass_on(command, config_class, passes, data, overrides)
     typed = frozenset({*named, *_apply(command, config_class, data, overrides, written)})
+    if resume is not False and run and "out" in data and "out" not in typed:
+        data["out"] = run  # whatever it was called when it began
     for dotted in typed:
         _forget(config_class, data, start, dotted, typed)
     for item in options(config_class):
@@ -583,10 +585,13 @@ def _start(
     recipes: Mapping[str, Callable[[], Config]],
     recipe: str,
     find_run: FindRun,
-) -> Config:
-    """Return the config that a RECIPE argument names; a name in the table wins over a file of that name."""
+) -> tuple[Config, str]:
+    """Return the config that a RECIPE argument names, and the run folder if it is one's, else ''.
+
+    A name in the table wins over a file of that name.
+    """
     if recipe in recipes:
-        return recipes[recipe]()
+        return recipes[recipe](), ""
     if not recipe.endswith((".yaml", ".yml")):
         try:
             recipe = find_run(recipe, False)
@@ -603,7 +608,7 @@ def _start(
         if not os.path.exists(path / "config.yaml"):
             raise UserError(f"folder {show(recipe)} has no config.yaml, so it is not a run folder")
         try:
-            return load_yaml(path / "config.yaml", cls)
+            return load_yaml(path / "config.yaml", cls), recipe.rstrip(os.sep) or recipe
         except UserError as error:
             if "unknown field" not in str(error):
                 raise
@@ -617,7 +622,8 @@ def _start(
             f"{show(recipe)} is {kind}, not a recipe: {program} {next(iter(recipes))} {option} {recipe}"
         )
     if path.suffix in (".yaml", ".yml") or (os.sep in recipe and os.path.exists(recipe)):
-        return load_yaml(path, cls)
+        is_run = path.name == "config.yaml" and os.path.exists(path.with_name("environment.json"))
+        return load_yaml(path, cls), str(path.parent) if is_run else ""
     if os.sep in recipe:
         raise UserError(
             f"no recipe, file or folder {show(recipe)} for '{program}' ({program} --help lists all)"

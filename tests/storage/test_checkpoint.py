@@ -13,14 +13,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from whet.kernels.cpu import build
 from whet.storage import commit
-from whet.storage.checkpoint import load_step, save_step, saved_steps, step_folder
+from whet.storage.checkpoint import _machine_differences, load_step, save_step, saved_steps, step_folder
 from whet.storage.commit import MANIFEST, DiskFullError, commit_folder, new_folder, recover, verify_folder
 from whet.storage.folder import open_run
+from whet.telemetry.provenance import write_provenance
 from whet.types import UserError
 
 
@@ -335,6 +338,140 @@ def test_open_run(tmp_path: Path) -> None:
         open_run(run, "a: 1\nb: 3\n", resume=True)
     with pytest.raises(UserError, match="number of fields"):
         open_run(run, "a: 1\nb: 2\nc: 3\n", resume=True)
+
+
+def test_the_folder_that_is_named_is_the_run(tmp_path: Path) -> None:
+    """Its name when it began decides nothing, whether the config was edited after a move or not."""
+    open_run(tmp_path / "a", "out: a\nseed: 1\nsafety:\n  keep: 2\n")
+    write_provenance(tmp_path / "a", config_yaml=(tmp_path / "a/config.yaml").read_text())
+    moved = (tmp_path / "a").rename(tmp_path / "b")
+    open_run(moved, "out: b\nseed: 1\nsafety:\n  keep: 2\n", resume=True)
+    (moved / "config.yaml").write_text("out: b\nseed: 1\nsafety:\n  keep: 3\n")
+    open_run(moved, "out: b\nseed: 1\nsafety:\n  keep: 2\n", resume=True)
+    (moved / "config.yaml").write_text("out: b\nseed: 2\n")
+    with pytest.raises(UserError, match=r"config\.yaml: changed since the run started"):
+        open_run(moved, "out: b\nseed: 2\n", resume=True)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    runs: list[Path] = []
+    for seed in (1, 2):
+        run = tmp_path / f"seed-{seed}"
+        open_run(run, f"seed: {seed}\n")
+        write_provenance(run, config_yaml=f"seed: {seed}\n")
+        tensors, state = {"w": torch.zeros(1)}, {"inputs": {"whet": "1"}}
+        save_step(run, 2 * seed, write_model=write_model, tensors=tensors, state=state)
+        runs.append(run)
+    shutil.copytree(runs[0], copy := tmp_path / "copy")
+    assert load_step(copy) is not None  # as a whole it is the same run
+    shutil.copytree(step_folder(runs[1], 4), step_folder(copy, 4))
+    for resume in (True, 4):
+        with pytest.raises(UserError, match=r"step_00000004: a checkpoint of run seed-2-.* is run seed-1-"):
+            load_step(copy, resume)
+    shutil.rmtree(step_folder(copy, 4))
+    (copy / "provenance.json").unlink()
+    write_provenance(copy, config_yaml="seed: 1\n")  # takes its id from the checkpoint
+    assert load_step(copy) is not None
+
+
+BITS = {
+    "threads": 2,
+    "kernels": "C++, 1a2b",
+    "torch": "2",
+    "cpu": "AVX2",
+    "processor": "A 1",
+    "variables": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "told"),
+    [
+        ({}, {}, []),
+        ({"kernels": "eager: no C++ compiler"}, {"kernels": "eager"}, []),  # as earlier versions wrote it
+        (
+            {"kernels": "eager"},
+            {},
+            [("saved with kernels eager, resumed with C++, 1a2b", "set WHET_KERNELS=eager")],
+        ),
+        ({"processor": "B 2"}, {}, [("saved with processor B 2, resumed with A 1", "")]),
+        (
+            {"variables": {"MKL_CBWR": "AVX2", "OMP_DYNAMIC": "true"}},
+            {"variables": {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"}},
+            [
+                ("saved with MKL_CBWR=AVX2, resumed with MKL_CBWR=COMPATIBLE", "set MKL_CBWR=AVX2"),
+                ("saved with OMP_DYNAMIC=true, resumed with no OMP_DYNAMIC", "set OMP_DYNAMIC=true"),
+                (
+                    "saved with no ONEDNN_MAX_CPU_ISA, resumed with ONEDNN_MAX_CPU_ISA=SSE41",
+                    "unset ONEDNN_MAX_CPU_ISA",
+                ),
+            ],
+        ),
+    ],
+)
+def test_what_changes_the_last_bits_is_said_with_what_undoes_it(
+    saved: dict[str, Any], here: dict[str, Any], told: list[tuple[str, str]]
+) -> None:
+    assert _machine_differences({**BITS, **saved}, {**BITS, **here}) == told
+    old = {name: value for name, value in {**BITS, **saved}.items() if name not in ("processor", "variables")}
+    assert all("kernels" in line for line, _ in _machine_differences(old, BITS))
+
+
+def test_a_run_without_a_compiler_goes_on_where_there_is_none_for_another_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "library", lambda: None)
+    for reason in ("eager: no C++ compiler", "eager: the kernels could not be built (g++: timed out)"):
+        monkeypatch.setattr(build, "reason", lambda reason=reason: reason)
+        if not (tmp_path / "checkpoints").exists():
+            save(tmp_path, 1)
+    assert load_step(tmp_path, sameness="strict") is not None
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    monkeypatch.setattr(commit, "processor_kind", lambda: "GenuineIntel 6 143")
+    said = "saved with processor .*, resumed with GenuineIntel 6 143; saved with no MKL_CBWR, .*; unset MKL_CBWR, or"
+    with pytest.raises(UserError, match=said):
+        load_step(tmp_path, sameness="strict")
+
+
+def test_variables_that_steer_the_libraries_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(commit.STEERING)]:
+        monkeypatch.delenv(name)
+    steering = {
+        "MKL_CBWR": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+        "MKL_DEBUG_CPU_TYPE": "5",
+        "DNNL_MAX_CPU_ISA": "AVX2",
+        "ONEDNN_DEFAULT_FPMATH_MODE": "BF16",
+        "OMP_DYNAMIC": "true",
+        "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2_Usable",
+    }
+    idle = {
+        "MKL_VERBOSE": "1",
+        "MKL_NUM_THREADS": "2",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+        "MKLROOT": "/opt",
+    }
+    for name, value in (steering | idle).items():
+        monkeypatch.setenv(name, value)
+    expected = {name.replace("DNNL_MAX", "ONEDNN_MAX"): value for name, value in steering.items()}
+    assert commit.machine()["variables"] == expected
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "kind"),
+    [
+        (
+            ["vendor_id\t: AuthenticAMD", "cpu family\t: 25", "model\t\t: 1", "model name\t: AMD EPYC"],
+            "AuthenticAMD 25 1 AMD EPYC",
+        ),
+        (["CPU implementer\t: 0x41", "CPU variant\t: 0x1", "CPU part\t: 0xd40"], "0x41 0xd40 0x1"),
+    ],
+)
+def test_two_processors_of_one_name_are_told_apart(
+    cpuinfo: list[str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_cpuinfo", lambda: tuple(cpuinfo))
+    assert build.processor_kind.__wrapped__() == kind
 
 
 @pytest.mark.parametrize("rest", [[], ["environment.json"], ["metrics.jsonl", "samples.jsonl"]])

@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from needs import needs
 
 from whet import __main__
+from whet.config import dump_yaml
+from whet.recipes.sft import demo
 from whet.telemetry.heartbeat import birth
 from whet.train import restarts
 from whet.train.restarts import again, newest_step, supervise
@@ -187,7 +190,9 @@ def test_newest_step(tmp_path: Path) -> None:
     assert newest_step(tmp_path) == 10
 
 
-def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     given: list[tuple[list[str], Path, int]] = []
     monkeypatch.setattr(restarts, "supervise", lambda *words: given.append(words) or 7)
     assert __main__.run(["sft", "demo", "--restarts", "3", "--out", "runs/x", "--resume"]) == 7
@@ -196,6 +201,10 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         (["sft", "demo", "--out", "runs/x", "--resume"], Path("runs/x"), 3),
         (["dpo", "demo", "--out=runs/x"], Path("runs/x"), 2),
     ]
+    # With --resume a run folder that is the recipe would be the run.
+    (tmp_path / "config.yaml").write_text(dump_yaml(replace(demo(), out="runs/y")))
+    assert __main__.run(["sft", str(tmp_path), "--restarts", "2"]) == 7
+    assert given[2:] == [(["sft", str(tmp_path), "--out", "runs/y"], Path("runs/y"), 2)]
     for wrong in ("0", "-1", "x", "1.5"):
         with pytest.raises(UserError, match="--restarts .*: expected how often to start again after a crash"):
             __main__.run(["sft", "demo", "--restarts", wrong])

@@ -85,6 +85,8 @@ def plausible(ratios: object) -> dict[Operation, float]:
     return found
 
 
+EAGER = "eager"
+"""Identity of PyTorch alone, with which earlier versions put the reason for it."""
 _current: Choice | None = None
 
 
@@ -326,7 +328,12 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def identity() -> str:
-    """Identify what the last bits of a result depend on: the built library and the operations in use."""
+    """Identify what the last bits of a result depend on: the built library and the operations in use.
+
+    Without a library that is 'eager', for whatever reason there is none.
+    """
+    if build.library() is None:
+        return EAGER
     left_out = [name for name in OPERATIONS if not _uses(name)]
     return build.reason() + (f" without {', '.join(left_out)}" if left_out else "")
 

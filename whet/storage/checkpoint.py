@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import warnings
@@ -19,10 +20,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from whet.kernels.cpu import build
+from whet.kernels.dispatch import EAGER
+from whet.kernels.mode import VARIABLE, mode
 from whet.ranks.collectives import is_distributed, is_share, on_main, rank, together
 from whet.ranks.fsdp import agreed, local
 from whet.storage.commit import (
     MANIFEST,
+    UNREADABLE,
     commit_folder,
     digest,
     machine,
@@ -164,6 +169,8 @@ ALONE, SHARDS = "optimizer.safetensors", "optimizer"
 """File of the tensors of one process; folder of those that several ranks wrote together."""
 RECORDS = "replay"
 """Folder of recorded steps; each starts from the checkpoint of the step before, the first without weights."""
+ORIGIN = "training/run.json"
+"""File of a checkpoint: the id of the run that made it."""
 LOGS = ("metrics.jsonl", "samples.jsonl")
 Sameness = Literal["strict", "warn", "off"]
 """What to do if a resumed run cannot be bitwise the same: refuse, warn, or nothing."""
@@ -308,6 +315,8 @@ def save_step(
         for name in described:
             sync(run / name)
         (training / "logs.json").write_text(json.dumps(described, indent=1) + "\n")
+        if own := _run_id(run / "provenance.json"):
+            (temporary / ORIGIN).write_text(json.dumps({"run_id": own}) + "\n")
 
     if is_distributed():
         commit_sharded(folder, f"training/{SHARDS}", tensors, write)
@@ -362,12 +371,48 @@ def _check_machine(folder: Path, sameness: Sameness) -> None:
         torch.set_num_threads(threads)
         print(f"whet: {threads} CPU threads, as when it was saved (here it would be {here['threads']})")
         here = machine()
+    if sameness == "off" or not (different := _machine_differences(saved, here)):
+        return
+    told, remedies = zip(*different, strict=True)
+    text = f"{folder}: {'; '.join(told)}: not bitwise the same run"
+    if sameness == "strict":
+        advice = " and ".join(filter(None, remedies))
+        raise UserError(
+            f"{text}; {advice}, or continue anyway with --deterministic warn"
+            if advice
+            else f"{text}; continue anyway with --deterministic warn"
+        )
+    print(f"whet: warning: {text}", flush=True)
+
+
+def _machine_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Say how a checkpoint's machine differs from this one, each time with what undoes it ('' for nothing)."""
+    found: list[tuple[str, str]] = []
     for name, value in here.items():
-        if sameness != "off" and (was := saved.get(name, value)) != value:
-            text = f"{folder}: saved with {name} {was}, resumed with {value}: not bitwise the same run"
-            if sameness == "strict":
-                raise UserError(f"{text}; continue anyway with --deterministic warn")
-            print(f"whet: warning: {text}", flush=True)
+        was = saved.get(name, value)  # earlier versions recorded less
+        if name == "variables":
+            found += _variable_differences(was, value)
+        elif name == "kernels" and str(was).startswith(EAGER) and value != EAGER:
+            found.append((f"saved with kernels {EAGER}, resumed with {value}", f"set {VARIABLE}={EAGER}"))
+        elif name == "kernels" and value == EAGER and not str(was).startswith(EAGER):
+            remedy = f"unset {VARIABLE}" if mode() == "eager" else ""
+            found.append((f"saved with kernels {was}, resumed with {build.reason()}", remedy))
+        elif was != value and not (name == "kernels" and value == EAGER):
+            is_set = name == "cpu" and "ATEN_CPU_CAPABILITY" in os.environ
+            remedy = "unset ATEN_CPU_CAPABILITY" if is_set else ""
+            found.append((f"saved with {name} {was}, resumed with {value}", remedy))
+    return found
+
+
+def _variable_differences(saved: Mapping[str, str], here: Mapping[str, str]) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for name in sorted({*saved, *here}):
+        was, now = saved.get(name), here.get(name)
+        if was != now:
+            told = [f"{name}={value}" if value is not None else f"no {name}" for value in (was, now)]
+            remedy = f"unset {name}" if was is None else f"set {name}={was}"
+            found.append((f"saved with {told[0]}, resumed with {told[1]}", remedy))
+    return found
 
 
 def load_step(
@@ -400,6 +445,7 @@ def load_step(
             set_aside(folder)
             print(f"whet: warning: {error}; set aside, trying the checkpoint before it", flush=True)
             continue
+        _check_run(run, folder)
         _check_machine(folder, sameness)
         _check_logs(run, folder)
         _purge(run, keep)
@@ -420,6 +466,31 @@ def _read(folder: Path) -> dict[str, Any]:
     return state
 
 
+def _run_id(path: Path) -> str:
+    """Return the id of a run in a JSON file, its own or a checkpoint's; '' where it is not known."""
+    try:
+        found = json.loads(path.read_bytes())["run_id"]
+    except UNREADABLE:
+        return ""
+    return found if isinstance(found, str) else ""
+
+
+def _check_run(run: Path, folder: Path) -> None:
+    """Refuse a checkpoint that was made by another run: its data order, seed and counters are that run's.
+
+    A run that was moved or copied as a whole has brought its id along.
+
+    Raises:
+        UserError: If both ids are known and differ.
+    """
+    own, theirs = _run_id(run / "provenance.json"), _run_id(folder / ORIGIN)
+    if own and theirs and theirs != own:  # earlier versions noted none
+        raise UserError(
+            f"{folder}: a checkpoint of run {theirs}, while {run} is run {own}: move it away, or start a new run "
+            f"from its model with --policy.init {folder}"
+        )
+
+
 def _load_exactly(run: Path, step: int, sameness: Sameness) -> Loaded:
     """Read one step; set later ones aside, because the run is about to rewrite their logs."""
     folder = step_folder(run, step)
@@ -430,6 +501,7 @@ def _load_exactly(run: Path, step: int, sameness: Sameness) -> Loaded:
         state = _read(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: cannot be read ({error}); leave out the step to fall back") from None
+    _check_run(run, folder)
     _check_machine(folder, sameness)
     _check_logs(run, folder)
     for later in _steps(run):

@@ -19,11 +19,18 @@ import torch
 from safetensors import SafetensorError
 
 from whet.kernels import dispatch
+from whet.kernels.cpu.build import processor_kind
 from whet.ranks.collectives import world_size
 from whet.types import UserError
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
+STEERING = ("MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_")
+"""Beginnings of variables that steer libraries of matrix products (ATEN_CPU_CAPABILITY shows in the capability)."""
+NOT_STEERING = ("VERBOSE", "CACHE", "JIT", "PROFILE", "DUMP", "NUM_THREADS", "MEMORY", "ROOT")
+"""Parts of the names of those that change no result."""
+DYNAMIC = ("OMP_DYNAMIC", "OMP_THREAD_LIMIT")
+"""Variables by which a sum gets fewer threads than the run asks for."""
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """Errors that reading untrusted JSON may raise."""
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
@@ -166,8 +173,23 @@ def machine() -> dict[str, Any]:
         "kernels": dispatch.identity(),
         "torch": torch.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
+        "processor": processor_kind(),
+        "variables": _steering(),
         "ranks": world_size(),
     }
+
+
+def _steering() -> dict[str, str]:
+    """Return the environment's variables that choose the code of MKL, oneDNN, OpenBLAS or libm, and so the last bits.
+
+    Thread counts are not among them: PyTorch takes them over into its own, which is compared by itself.
+    """
+    found: dict[str, str] = {}
+    for name, value in sorted(os.environ.items()):
+        steers = name.startswith(STEERING) and not any(word in name for word in NOT_STEERING)
+        if value and (steers or name in DYNAMIC or (name == "GLIBC_TUNABLES" and "hwcaps" in value)):
+            found[name.replace("DNNL_", "ONEDNN_", 1) if name.startswith("DNNL_") else name] = value
+    return found
 
 
 def digest(path: Path, size: int = sys.maxsize) -> str:

@@ -16,8 +16,11 @@ from whet.storage.commit import UNREADABLE, recover, set_aside, sync, verify_fol
 from whet.types import UserError
 
 PARTIAL = ".config.partial"
-FREE = ("safety", "track", "parallel", "cluster")
-"""Groups of a configuration that may change on resume: no computed number depends on them."""
+FREE = ("out", "safety", "track", "parallel", "cluster")
+"""Fields and groups of a configuration that may change on resume: no computed number depends on them.
+
+`out` is among them, so that a run folder may be moved or copied: the folder that is named is the run.
+"""
 _locks: dict[Path, int] = {}
 """Run folders that this process has locked, and the file descriptor of each lock."""
 # Files of a run that ended before its first result; the next run may replace them.
@@ -113,9 +116,12 @@ def _taken(folder: Path, *, resumable: bool) -> UserError:
 def _lock(folder: Path) -> None:
     """Lock a run folder until this process ends; refuse one that another process has locked."""
     folder = folder.resolve()
-    if folder in _locks:
-        os.close(_locks.pop(folder))
-    _locks[folder] = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
+    # A lock of this process gives way: of the same path, or of a path that the folder has had before.
+    for path, earlier in list(_locks.items()):
+        if path == folder or os.path.sameopenfile(earlier, descriptor):
+            os.close(_locks.pop(path))
+    _locks[folder] = descriptor
     try:
         fcntl.flock(_locks[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -155,12 +161,14 @@ def displaced(folder: Path, files: Sequence[str] = ()) -> str:
 
 
 def _check_config(folder: Path, config_yaml: str) -> None:
-    """Refuse a config.yaml that was edited since the run started, if its hash is known."""
+    """Refuse a config.yaml that was edited since the run started, but in what may differ, if its hash is known."""
     try:
-        recorded = json.loads((folder / "provenance.json").read_bytes())["config_sha256"]
+        recorded = json.loads((folder / "provenance.json").read_bytes())
+        whole, essential = recorded["config_sha256"], recorded.get("essential_sha256")
     except UNREADABLE:
         return
-    if recorded and recorded != hashlib.sha256(config_yaml.encode()).hexdigest():
+    is_whole = not whole or whole == hashlib.sha256(config_yaml.encode()).hexdigest()
+    if not is_whole and essential != essential_hash(config_yaml):  # earlier versions recorded the whole alone
         raise UserError(
             f"{folder / 'config.yaml'}: changed since the run started; restore it, or start a new run"
         )
@@ -185,6 +193,12 @@ def _essential(config_yaml: str) -> list[tuple[int, str]]:
         if key not in FREE:
             lines.append((number, line))
     return lines
+
+
+def essential_hash(config_yaml: str) -> str:
+    """Return the sha256 of the lines of a configuration that decide what the run computes."""
+    lines = "\n".join(line for _, line in _essential(config_yaml))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _first_difference(stored: list[tuple[int, str]], given: list[tuple[int, str]]) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 
 from whet import __version__, processes
 from whet.config import to_dict
+from whet.storage.folder import essential_hash
 from whet.telemetry.hardware import cpu_name
 from whet.types import Problem, UserError
 
@@ -181,7 +182,8 @@ def write_provenance(
     Raises:
         UserError: If a resumed run has other inputs and may not.
     """
-    path, saved = folder / PROVENANCE, _saved_inputs(folder)
+    path, (saved, saved_id) = folder / PROVENANCE, _saved_origin(folder)
+    renamed = "" if saved_id else ": the run has a new id from now on"
     if path.is_file():
         if _is_whole(known := read_json(path)):
             if changed := _changed_inputs(known.get("inputs"), inputs):
@@ -189,10 +191,10 @@ def write_provenance(
                 _write_sealed(path, known)
             return known
         aside = path.replace(folder / f".corrupt-{PROVENANCE}")
-        text = f"damaged; kept as {aside.name}, and rewritten: the run has a new id from now on"
+        text = f"damaged; kept as {aside.name}, and rewritten{renamed}"
         print(f"whet: warning: {path}: {text}", flush=True)
     elif saved:
-        print(f"whet: warning: {path}: gone, and written again: the run has a new id from now on", flush=True)
+        print(f"whet: warning: {path}: gone, and written again{renamed}", flush=True)
     changed = _changed_inputs(saved, inputs)
     environment = read_json(folder / "environment.json")
     start = environment.get("start_utc") or datetime.now(UTC).isoformat(timespec="seconds")
@@ -200,11 +202,12 @@ def write_provenance(
     digest, num_problems = data_hash(problems)
     parent = parent_run(adapter or base)
     content: dict[str, Any] = {
-        "run_id": make_run_id(folder, start, salt),
+        "run_id": saved_id or make_run_id(folder, start, salt),
         "start_utc": start,
         "base": describe_model(base) if base else None,
         "adapter": describe_model(adapter) if adapter else None,
         "config_sha256": hashlib.sha256(config_yaml.encode()).hexdigest() if config_yaml else None,
+        "essential_sha256": essential_hash(config_yaml) if config_yaml else None,
         "data_sha256": digest,
         "num_problems": num_problems,
         "git_commit": environment.get("git_commit"),
@@ -327,10 +330,13 @@ def known_inputs(folder: Path) -> dict[str, str]:
     return read_json(folder / PROVENANCE).get("inputs") or {}
 
 
-def _saved_inputs(folder: Path) -> dict[str, str]:
-    """Return the same as the newest checkpoint has it."""
+def _saved_origin(folder: Path) -> tuple[dict[str, str], str]:
+    """Return the same as the newest checkpoint has it, and the id of its run; {} and '' where it has none."""
     states = sorted(folder.glob("checkpoints/step_*/training/state.json"), reverse=True)
-    return next((known for state in states if (known := read_json(state).get("inputs"))), {})
+    for state in states:
+        if inputs := read_json(state).get("inputs"):
+            return inputs, str(read_json(state.with_name("run.json")).get("run_id") or "")
+    return {}, ""
 
 
 def _changed_inputs(

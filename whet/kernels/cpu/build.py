@@ -361,13 +361,22 @@ def _features() -> frozenset[str]:
     """Return the CPU's feature flags, by their Linux names."""
     if platform.system() == "Darwin":
         names = ("machdep.cpu.features", "machdep.cpu.leaf7_features", "machdep.cpu.extfeatures")
-        done = subprocess.run(["sysctl", "-n", *names], capture_output=True, text=True)
         apple = {"sse4.1": "sse4_1", "sse4.2": "sse4_2", "avx1.0": "avx", "lzcnt": "abm"}
-        return frozenset(apple.get(word, word) for word in done.stdout.lower().split())
+        return frozenset(apple.get(word, word) for word in _sysctl(*names).lower().split())
     for line in _cpuinfo():
         if line.startswith(("flags", "Features")):
             return frozenset(line.partition(":")[2].split())
     return frozenset()
+
+
+def _sysctl(*names: str) -> str:
+    """Return what macOS says of its hardware; '' where it cannot be asked."""
+    try:
+        return subprocess.run(
+            ["sysctl", "-n", *names], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    except OSError:
+        return ""
 
 
 @cache
@@ -382,6 +391,23 @@ def _processor() -> str:
     """Return what -march=native depends on."""
     wanted = ("model name", "flags", "Features", "CPU part")
     return "\n".join(sorted({line for line in _cpuinfo() if line.startswith(wanted)})) or platform.processor()
+
+
+@cache
+def processor_kind() -> str:
+    """Return vendor, family, model and name of the CPU: libraries choose their code by them, so bits depend on them.
+
+    A virtual machine may have a name without a number, so the numbers count as well.
+    """
+    fields: dict[str, str] = {}
+    for line in _cpuinfo():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    wanted = ("vendor_id", "cpu family", "model", "model name", "CPU implementer", "CPU part", "CPU variant")
+    found = [fields[name] for name in wanted if fields.get(name)]
+    if not found and platform.system() == "Darwin":
+        found = [_sysctl("machdep.cpu.brand_string")]
+    return " ".join(filter(None, found)) or processor_name()
 
 
 def processor_name() -> str:
