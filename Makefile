@@ -1,4 +1,5 @@
-# make demo | make test | make slow | make lint | make setup: each sets itself up on a machine with Python 3.11 or newer.
+# make demo | make test | make slow | make lint | make setup | make setup-ci: each sets itself up on a machine with
+# Python 3.11 or newer.
 #   make demo ARGS='--seed 1'       make test PYTEST_ARGS='tests/test_cli.py'       make test PYTHON=python3.12
 
 PYTHON ?= python3
@@ -12,17 +13,18 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
+CI_STAMP := $(VENV)/.installed-ci
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.python
 # Nothing is compiled ahead: what is never imported is most of it, and takes as long as the rest of the installation.
 # What is imported is compiled once and kept: in a shell that forbids it, every start of PyTorch takes twice as long.
 unexport PYTHONDONTWRITEBYTECODE
 PIP = $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile $(PIP_ARGS)
-# Install whet with the given extra; `-e '.'` or `-e '.[dev]'`.
+# Install whet with the given extras; `-e '.'` or `-e '.[dev]'`.
 INSTALL = $(PIP) -c constraints.txt -e
 TYPES = $(BIN)/basedpyright --pythonpath $(BIN)/python
 
-.PHONY: demo test slow lint style setup
+.PHONY: demo test slow lint style setup setup-ci
 .DEFAULT_GOAL := demo
 
 demo: $(RUN_STAMP)
@@ -39,7 +41,7 @@ slow: lint $(VLLM_STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --slow $(PYTEST_ARGS)
 	@$(BIN)/python bench/guard.py
 
-lint: style
+lint: style $(CI_STAMP)
 	@$(TYPES)
 
 style: $(DEV_STAMP)
@@ -47,6 +49,8 @@ style: $(DEV_STAMP)
 	@$(BIN)/ruff format --check .
 
 setup: $(DEV_STAMP)
+
+setup-ci: $(CI_STAMP)
 
 # What pip takes of torchvision and the like is made for CUDA, and ends vLLM's import.
 $(VLLM_STAMP):
@@ -64,10 +68,15 @@ $(RUN_STAMP): pyproject.toml constraints.txt
 $(DEV_STAMP): pyproject.toml constraints.txt
 	@$(call make_venv)
 	@$(INSTALL) '.[dev]'
+	@touch $(RUN_STAMP) $@
+
+# What few tests need, and takes as long to install as all else.
+$(CI_STAMP): $(DEV_STAMP)
+	@$(INSTALL) '.[dev,ci]'
 	@# A peer whose formulas are compared: its files alone, for the package itself needs ray and an older transformers.
 	@$(PIP) --no-deps verl==0.9.1 || \
 	  echo "verl could not be installed: its parity tests will be skipped"
-	@touch $(RUN_STAMP) $@
+	@touch $@
 
 # A venv without pip (Debian without python3-venv leaves one behind) is completed; one whose Python is gone is
 # made anew.

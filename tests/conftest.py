@@ -95,6 +95,11 @@ def either(request: pytest.FixtureRequest) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow or ci, too")
     parser.addoption("--ci", action="store_true", help="run the tests marked ci, too, as .ci/run does")
+    parser.addoption(
+        "--skipped-to",
+        metavar="FILE",
+        help="list skipped tests there, for pytest @FILE",
+    )
 
 
 WATCHED = pytest.StashKey[subprocess.Popen[bytes]]()
@@ -115,6 +120,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[WATCHED] = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # The process that gathers the reports of others has none of its own to note.
+    if (path := config.getoption("--skipped-to")) and not getattr(config.option, "numprocesses", None):
+        config.pluginmanager.register(SkippedTo(path))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -129,6 +137,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # Not `item.keywords`: names of folders are among them.
         if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(gpu)
+
+
+class SkippedTo:
+    """Adds what is skipped to a file, a line each, from all of pytest's processes.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a skipped test."""
+        self._note(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note a file that is skipped whole."""
+        self._note(report)
+
+    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.skipped:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(f"{report.nodeid}\n")
 
 
 def pytest_collection_finish() -> None:

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import bare
 import mutants
 import pytest
 
@@ -304,15 +305,27 @@ def test_files_of_tests_have_names_of_their_own() -> None:
 
 
 def own_skips(tree: ast.Module) -> list[int]:
-    """Return the lines on which a test decides by itself that it is skipped."""
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    names = {"pytest.skip", "pytest.mark.skip", "pytest.mark.skipif", "unittest.skip"}
-    return [node.lineno for node in found if ast.unparse(node) in names]
+    """Return the lines on which a test itself decides what is missing, or starts a program without asking for it."""
+    nodes = list(ast.walk(tree))
+    names = {"pytest.skip", "pytest.mark.skip", "pytest.mark.skipif", "unittest.skip", "shutil.which"}
+    found = [node.lineno for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node) in names]
+    asks = any(isinstance(node, ast.ImportFrom) and node.module == "needs" for node in nodes)
+    for node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("subprocess.") and node.args:
+            words = node.args[0]
+            first = words.elts[0] if isinstance(words, (ast.List, ast.Tuple)) and words.elts else None
+            if isinstance(first, ast.Constant) and first.value in bare.HIDDEN.split() and not asks:
+                found.append(node.lineno)
+    return found
 
 
 def test_one_place_decides_what_is_skipped() -> None:
     """A test that names its own reason skips for errors, too, and fails where a program is missing: see needs.py."""
-    files = [path for path in (ROOT / "tests").rglob("*.py") if path.name not in ("needs.py", "conftest.py")]
+    files = [
+        path
+        for path in (ROOT / "tests").rglob("*.py")
+        if path.name not in ("needs.py", "conftest.py", "bare.py")
+    ]
     found = {path.name: own_skips(ast.parse(path.read_text(encoding="utf-8"))) for path in files}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
@@ -364,6 +377,7 @@ def test_the_checks_above_can_fail() -> None:
     assert own_skips(
         ast.parse("import pytest\n@pytest.mark.skipif(True, reason='')\ndef f(): pytest.skip(str(e))")
     ) == [2, 3]
+    assert own_skips(ast.parse("subprocess.run(['git', 'log'])")) == [1]
 
     def edges(**files: str) -> dict[str, dict[str, int]]:
         return graph({name.replace("__", "."): ast.parse(text) for name, text in files.items()})
