@@ -13,6 +13,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from whet.algo.logprobs import head_logits
@@ -310,6 +311,24 @@ def test_a_config_that_is_no_text_or_too_long(folder: Path, monkeypatch: pytest.
         ({"sliding_window": 4096}, "key 'sliding_window' is not known for model_type 'llama'"),
         ({"query_scale": 2.0}, "key 'query_scale' is not known"),
         (
+            {"query_scale": 2.0, "sliding_window": 4096, "per_layer_config": {}},
+            "keys 'query_scale', 'sliding_window', 'per_layer_config' are not known for model_type 'llama'",
+        ),
+        ({"torch_dtype": "float4096"}, "torch_dtype = 'float4096': expected a dtype such as 'bfloat16'"),
+        ({"dtype": 16}, "dtype = 16: expected a dtype"),
+        ({"dtype": ["float32"]}, "dtype = ['float32']: expected a dtype"),
+        ({"tie_word_embeddings": "maybe"}, "tie_word_embeddings = 'maybe': expected true or false"),
+        ({"tie_word_embeddings": 2}, "tie_word_embeddings = 2: expected true or false"),
+        ({"attention_bias": "no"}, "attention_bias = 'no': expected true or false"),
+        ({"rope_theta": "x"}, "rope_theta = 'x': expected a number"),
+        ({"rope_theta": True}, "rope_theta = True: expected a number"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "8"}}, "factor = '8': expected a number"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps = '1e-5': expected a number"),
+        ({"rms_norm_eps": None}, "rms_norm_eps = null: expected a number"),
+        ({"num_hidden_layers": 1.5}, "num_hidden_layers = 1.5: expected a whole number"),
+        ({"num_key_value_heads": False}, "num_key_value_heads = False: expected a whole number"),
+        ({"max_position_embeddings": {}}, "max_position_embeddings = {}: expected a whole number"),
+        (
             {"quantization_config": {"quant_method": "awq"}},
             "quantization_config (awq): the weights are quantised",
         ),
@@ -320,15 +339,15 @@ def test_a_config_that_is_no_text_or_too_long(folder: Path, monkeypatch: pytest.
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "field 'low_freq_factor' is missing"),
         ({"rope_scaling": [1]}, "rope_scaling: expected an object, got list"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
-        ({"hidden_size": None}, "config.json"),
-        ({"hidden_size": "wide"}, "'wide'"),
-        ({"hidden_size": [16]}, "config.json"),
+        ({"hidden_size": None}, "hidden_size = null: expected a whole number"),
+        ({"hidden_size": "wide"}, "hidden_size = 'wide': expected a whole number"),
+        ({"hidden_size": [16]}, "hidden_size = [16]: expected a whole number"),
         ({"hidden_size": 0}, "model.hidden_size = 0"),
         ({"hidden_size": -16}, "model.hidden_size = -16"),
         ({"vocab_size": 2**40}, "model.vocab_size = 1099511627776: expected 1 to 16,777,216"),
         ({"num_hidden_layers": 10**7}, "model.num_layers = 10000000: expected 1 to 1,024"),
-        ({"intermediate_size": math.inf}, "config.json"),
-        ({"hidden_size": math.nan}, "config.json"),
+        ({"intermediate_size": math.inf}, "intermediate_size = inf: expected a whole number"),
+        ({"hidden_size": math.nan}, "hidden_size = nan: expected a whole number"),
         ({"num_attention_heads": 0}, "model.num_heads = 0"),
         ({"num_attention_heads": 0, "head_dim": None}, "model.num_heads = 0"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, "num_kv_heads = 2: expected a divisor"),
@@ -373,6 +392,17 @@ def test_huge_shapes_are_refused_before_memory_is_taken(folder: Path) -> None:
     """2^24 x 2^24 float32 would be 2^50 bytes: the file's own shape is compared first."""
     change_config(folder, vocab_size=2**24, hidden_size=2**24)
     refused(lambda: load_model(folder), "model.safetensors", "config.json says")
+
+
+def test_what_transformers_writes_beside_a_models_shape_changes_nothing(folder: Path) -> None:
+    """Generation's defaults, as older versions put them into config.json, ids, and what reading a GGUF leaves there."""
+    shape = load_model(folder)[1]
+    found = {**transformers.GenerationConfig().to_dict(), **transformers.PreTrainedConfig().to_dict()}
+    left = {name: 7 if value is None else value for name, value in found.items() if name != "model_type"}
+    del left["dtype"], left["architectures"]
+    left |= {"_model_name_or_path": "SmolLM2 135M", "unk_token_id": 0, "torch_dtype": "bfloat16"}
+    change_config(folder, **left)
+    assert replace(load_model(folder)[1], source="") == replace(shape, source="")
 
 
 def test_a_qwen3_config_without_head_dim_means_128() -> None:

@@ -33,6 +33,7 @@ from whet.train.optim.step import (
     learning_rate,
     parameter_dtype,
     prepare_model,
+    warm_up_warning,
 )
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
@@ -73,6 +74,20 @@ def test_wsd_stays_and_then_falls_by_a_square_root() -> None:
     assert rates(schedule="wsd", decay_share=1.0)[25] == pytest.approx(0.5)
     warm = OptimConfig(lr=2.0, warmup_steps=10, final_lr_share=0.25, schedule="wsd", decay_share=0.5)
     assert [learning_rate(warm, n, 111) for n in (0, 9, 60, 110)] == pytest.approx([0.2, 2.0, 2.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("warmup_steps", "num_steps", "share"),
+    [(50, 5, "10%"), (5, 5, "100%"), (4, 5, ""), (0, 5, ""), (1, 1, ""), (10, 1, "10%"), (0, 1, "")],
+)
+def test_a_warm_up_longer_than_the_run_is_said(warmup_steps: int, num_steps: int, share: str) -> None:
+    config = OptimConfig(lr=1e-3, warmup_steps=warmup_steps)
+    said = warm_up_warning(config, num_steps)
+    last = learning_rate(config, num_steps - 1, num_steps)
+    assert bool(said) == bool(share)
+    if share:
+        assert f"optim.warmup_steps = {warmup_steps} and the run has {num_steps} steps" in said
+        assert f"to {last:g} ({share} of optim.lr)" in said
 
 
 def test_cosine_restarts_at_the_peak() -> None:

@@ -25,7 +25,7 @@ from whet.model.config import (
     Rope,
     RopeScaling,
 )
-from whet.model.keys import Keys
+from whet.model.keys import Keys, check_dtype
 from whet.model.vision.shapes import SEEING, TEXT_LEFT, TEXT_SIZES, Seeing
 from whet.types import UserError
 
@@ -151,7 +151,9 @@ def rope(parameters: Mapping[str, Any], head_dim: int, c: Keys) -> tuple[Rope, i
             f"rope type {kind[:40]!r} is not supported; expected default, linear, dynamic, yarn, llama3, longrope or "
             "proportional"
         )
-    unknown = next((name for name in p if name not in p.were_read | ROPE_KEYS and p[name] is not None), None)
+    unknown = next(
+        (name for name in p if name not in p.were_read | ROPE_KEYS and p.get(name) is not None), None
+    )
     if unknown is not None:
         raise ValueError(
             f"rope type {kind!r} with {unknown[:60]!r} is not supported; delete it if it changes nothing"
@@ -202,6 +204,7 @@ def _sizes(c: Keys, head_dim: int | None = None) -> dict[str, Any]:
     """Return what every decoder but GPT-2 has; `head_dim` where none is given."""
     heads = int(c["num_attention_heads"])
     width = int(c["hidden_size"])
+    is_given = "rms_norm_eps" in c  # null is no default: the error names the key
     return {
         "vocab_size": int(c["vocab_size"]),
         "hidden_size": width,
@@ -211,7 +214,7 @@ def _sizes(c: Keys, head_dim: int | None = None) -> dict[str, Any]:
         "num_kv_heads": int(c.get("num_key_value_heads") or heads),
         "head_dim": int(c.get("head_dim") or head_dim or width // max(heads, 1)),
         "max_positions": int(c.get("max_position_embeddings") or 2048),
-        "norm_eps": float(c.get("rms_norm_eps", 1e-6)),
+        "norm_eps": float(c["rms_norm_eps"]) if is_given else 1e-6,
         "tie_embeddings": bool(c.get("tie_word_embeddings", False)),
     }
 
@@ -1068,6 +1071,8 @@ def from_hf(
         data = {**data, "rope_factors": rope_factors}
     keys = Keys(data, DEFAULTS.get(asked))
     try:
+        check_dtype(outer)
+        check_dtype(data)
         _check_factors(keys, read)
         config = replace(read(keys), is_reward=_is_reward(outer, keys, CLASSIFIERS[asked]))
         keys.refuse_unread()
@@ -1103,7 +1108,10 @@ def _read_seeing(
     for name in TEXT_LEFT:
         keys.get(name)
     seen = Keys(tower, family.defaults)
+    seen.get("tie_word_embeddings")  # older versions of transformers write it into each part
     try:
+        for part in (data, text, tower):
+            check_dtype(part)
         _check_factors(keys, read)
         config = read(keys)
         vision = family.read(outer, seen, config)

@@ -22,7 +22,7 @@ from whet.telemetry.health import HISTORY_ROWS, health_warnings, past_rows
 from whet.telemetry.log import RunLog
 from whet.telemetry.spans import span, spanned
 from whet.telemetry.trackers import Tracking
-from whet.train.optim.step import Optimizer, learning_rate, shard_layers
+from whet.train.optim.step import Optimizer, learning_rate, shard_layers, warm_up_warning
 from whet.train.record import Data, Kind, Recorder
 from whet.train.session import (
     Interrupted,
@@ -176,8 +176,9 @@ class Run:
             self._was_opened = True
             for note in notes:
                 self.display.note(note)
-            for warning in warnings:
-                self.display.note(warning, warning=True)
+            for warning in (*warnings, warm_up_warning(self._config.optim, self._config.num_steps)):
+                if warning:
+                    self.display.note(warning, warning=True)
             yield
 
     def steps(self, end: int | None = None) -> Iterator[int]:

@@ -55,6 +55,7 @@ from whet.train.optim.step import (
     prepare_model,
     release_freed,
     shard_layers,
+    warm_up_warning,
 )
 from whet.train.restarts import heard
 from whet.types import Group, Problem, Task, UserError
@@ -342,6 +343,7 @@ def end_check(config: RunConfig, told: Sequence[str], *, resume: Resume) -> None
     """
     if resume is False:
         check_folder(Path(config.out))
+    told = [*told, warm_up_warning(config.optim, config.num_steps)]
     print("".join(f"# {line}\n" for text in told for line in text.splitlines()), end="")
     print("# checked: model, data, prompts and folder; the run would start")
 

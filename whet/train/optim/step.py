@@ -271,6 +271,17 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
     )
 
 
+def warm_up_warning(config: OptimConfig, num_steps: int) -> str:
+    """Return what to say of a warm-up that a run of so many steps does not leave; '' where it does."""
+    if config.warmup_steps < max(num_steps, 2):
+        return ""
+    last = learning_rate(config, num_steps - 1, num_steps)
+    return (
+        f"optim.warmup_steps = {config.warmup_steps} and the run has {num_steps} steps: the learning rate only rises, "
+        f"to {last:g} ({last / config.lr:.0%} of optim.lr); set --optim.warmup-steps {num_steps // 10}"
+    )
+
+
 def _cosine(progress: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * progress))
 
