@@ -748,6 +748,9 @@ def test_the_next_command_names_the_columns_that_were_given(tmp_path: Path) -> N
         (["sft", "chess"], "`whet sft chess-boards`"),
         (["rl", "chess"], "`whet sft chess`"),
         (["rl", "demo", "--dry-run"], "`whet sft demo`"),
+        (["sweep", "qwen2.5-3b-math-dr-grpo"], "`whet sft qwen2.5-3b-math`"),
+        (["diagnose", "demo", "--dry-run"], "`whet sft demo`"),
+        (["plan", "demo", "--num-prompts", "8"], "`whet sft demo`"),
     ],
 )
 def test_a_later_stage_names_the_command_of_the_earlier_one_before_it_makes_data(

@@ -365,7 +365,7 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
         return _supervise([*argv, *([] if is_named else ["--out", config.out])], config, parsed.restarts)
     else:
         if parsed.resume is False:
-            _need_earlier(config)
+            _need_earlier(_inner(config) if program.passes and config.of in program.passes else config)
         for warning in program.before(config) if program.before is not None else ():
             print(f"whet: warning: {warning}", flush=True)
         _start(program, config, parsed.resume)
@@ -384,26 +384,31 @@ def _rehearse(name: str, program: Program, recipe: str, config: Any, resume: boo
     if told:
         print("\n".join(f"{sign}{line}".rstrip() for line in told), flush=True)
     if resume is False:
-        _need_earlier(config)
+        _need_earlier(_inner(config) if program.passes and config.of in program.passes else config)
     if program.check is not None:
         program.check(config, resume)
     elif program.passes and config.of in program.passes:
-        _check_recipe(config.of, config)
+        _check_recipe(config)
 
 
-def _check_recipe(theirs: str, config: Any) -> None:
-    """Check a recipe that a program looks at as the recipe's own program would, but for its run folder."""
-    program, words = COMMANDS[theirs].load(), [config.recipe, *cli.passed_words(config.set)]
-    inner = cli.parse(
-        f"whet {theirs}",
+def _inner(config: Any) -> Any:
+    """Return the config of the recipe that a program looks at, as the recipe's own program reads it."""
+    program, words = COMMANDS[config.of].load(), [config.recipe, *cli.passed_words(config.set)]
+    return cli.parse(
+        f"whet {config.of}",
         program.config_class,
         program.recipes,
         words,
         presets=program.presets,
         find_run=_find_run,
-    )
+    ).config
+
+
+def _check_recipe(config: Any) -> None:
+    """Check a recipe that a program looks at as the recipe's own program would, but for its run folder."""
+    program, inner = COMMANDS[config.of].load(), _inner(config)
     assert program.check is not None
-    program.check(inner.config, True)
+    program.check(inner, True)
 
 
 def _need_earlier(config: Any) -> None:

@@ -319,6 +319,46 @@ def other_folder(path: Path) -> Path:
     return path
 
 
+USED = {"passes": 3, "prose_weight": 2000.0, "ridge": 0.05, "target": {"clamp": 4.0, "steps": 50}}
+
+
+@pytest.mark.parametrize(
+    ("nll", "method", "settings", "says"),
+    [
+        (
+            2.0,
+            "memit",
+            {"target": {"clamp": 6.0, "steps": 25}},
+            "by --edit.target.clamp 6 --edit.target.steps 50 (",
+        ),
+        (2.0, "memit", USED, "it had room (clamp 4, 50 steps): what is left is other layers"),
+        (
+            0.1,
+            "memit",
+            {"passes": 1, "prose_weight": 0.0},
+            "with --edit.passes 3, or a smaller --edit.prose-weight (",
+        ),
+        (0.1, "memit", USED, "with --edit.prose-weight below 2000 ("),
+        (0.1, "alphaedit", USED, "with --edit.ridge below 0.05 ("),
+        (0.1, "rome", USED, "what is left is other layers"),
+    ],
+)
+def test_advice_that_was_followed_is_not_repeated(
+    nll: float, method: str, settings: dict[str, Any], says: str
+) -> None:
+    state = {"first_token_p": 0.1, "first_token_rank": 1, "is_greedy": False, "says": "kale"}
+    batch = {"method": method, "facts": [{}], "layers": [0], "norms": {"w": 0.1}, "seconds": 1.0}
+    content = {
+        "metrics": {},
+        "table": [{"prompt": "Ben Elm eats", "target": "kale", "before": state, "after": state}],
+        "batches": [batch | {"targets": [{"nll": nll}], "settings": settings}],
+    }
+    last = as_text(content).splitlines()[-1]
+    assert says in last
+    used = [f"--edit.passes {USED['passes']}", "--edit.target.clamp 4"]
+    assert settings is not USED or not any(option in last for option in used)
+
+
 @pytest.mark.parametrize(
     ("nll", "written", "says"),
     [

@@ -103,6 +103,14 @@ def test_questions_asked_belong_to_the_run_that_answered(tmp_path: Path) -> None
     assert (others["base"], others["parent"]) == ("o/a, o/b", None)
 
 
+def test_a_model_s_peak_is_of_its_own_process_not_of_the_machine(tmp_path: Path) -> None:
+    machine = {"devices": [{"id": "cpu", "memory_gib": {"mean": 90.0, "max": 100.0}}]}
+    for name, hardware in (("a", machine | {"peak_memory_gib": 2.5}), ("b", machine), ("c", None)):
+        scored(tmp_path / name, "2026-01-05T10:00:00+00:00", Path(f"o/{name}"), 0.5, hardware=hardware)
+    rows = results_table(read_runs(tmp_path))["rows"]
+    assert {row["model"]: row["peak_memory_gib"] for row in rows} == {"o/a": 2.5, "o/b": None, "o/c": None}
+
+
 def test_moved_runs_keep_their_recorded_parents(runs: Path, tmp_path: Path) -> None:
     write_provenance(runs / "sft-one")
     (runs / "rl-one" / "provenance.json").unlink()
@@ -323,7 +331,7 @@ def test_wrongly_typed_fields_and_impossible_paths_stop_no_registry(
     scores = {"metrics": {"pass@1": estimate, "greedy": estimate}, "num_problems": odd, "label": odd}
     scores |= {
         "identity": {"task": odd, "split": odd},
-        "hardware": {"devices": [{"memory_gib": {"max": odd}}, odd]},
+        "hardware": {"devices": [{"memory_gib": {"max": odd}}, odd], "peak_memory_gib": odd},
     }
     made(tmp_path / "three", "2026-01-01", "x: 1\n", eval=scores)
     main(RunsConfig(folder=str(tmp_path), write=True))

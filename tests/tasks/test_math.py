@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from needs import SHARED, needs
 
+from whet.tasks.base import TaskConfig, load_task
 from whet.tasks.math import MATH
 from whet.types import UserError
 
@@ -58,6 +59,13 @@ def test_answers_are_used_as_they_are(folder: Path) -> None:
         assert task.is_correct(problem, problem.answer)
         assert not task.is_correct(problem, None)
         assert not task.is_correct(problem, "")
+
+
+def test_the_task_of_the_test_set_alone_reads_the_same_folder() -> None:
+    """`eval math500 --task.path FOLDER` and `--task math`: the published file is called math500_test.json."""
+    (own, whole) = (load_task(TaskConfig(name=name, path=str(GOLDEN))) for name in ("math500", "math"))
+    found = [[(p.prompt, p.answer) for p in task.problems("test")] for task in (own, whole)]
+    assert found[0] == found[1] != []
 
 
 def test_small_folder(tmp_path: Path) -> None:

@@ -129,16 +129,37 @@ def _advice(content: Json) -> list[str]:
     if not searched or 10 * missing <= len(content["table"]):
         return []
     reached = fmean(math.exp(-row["nll"]) for row in searched)
-    more = (
-        "it gets more room by --edit.target.clamp 4 --edit.target.steps 50"
-        if reached < 0.5
-        else "the weights hold more of it with --edit.passes 3, or a smaller --edit.prose-weight"
-    )
+    last = next(batch for batch in reversed(content["batches"]) if batch["targets"])
     return [
         f"{missing:,} of {len(content['table']):,} facts are not completed as they should be. The search reached "
-        f"p = {reached:.2f} on average; {more} (both cost neighbours and perplexity)"
+        f"p = {reached:.2f} on average; {_more(last['method'], last.get('settings', {}), reached)} "
+        "(at the cost of neighbours and perplexity)"
     ]
 
+
+def _more(method: str, settings: Json, reached: float) -> str:
+    """Name the settings that write more facts and were not used yet."""
+    target = settings.get("target", {})
+    clamp, steps = target.get("clamp", 0.0), target.get("steps", 0)
+    elsewhere = "what is left is other layers (--layers), or fewer facts at once (--num-facts)"
+    if reached < 0.5:
+        if clamp >= ROOM["clamp"] and steps >= ROOM["steps"]:
+            return f"it had room (clamp {clamp:g}, {steps} steps): {elsewhere}"
+        wider = f"{max(clamp, ROOM['clamp']):g} --edit.target.steps {max(steps, ROOM['steps'])}"
+        return f"it gets more room by --edit.target.clamp {wider}"
+    ways: list[str] = []
+    if settings.get("passes", 1) < ROOM["passes"]:
+        ways.append(f"--edit.passes {ROOM['passes']}")
+    if method == "memit":
+        weight = settings.get("prose_weight")
+        ways.append(f"--edit.prose-weight below {weight:g}" if weight else "a smaller --edit.prose-weight")
+    if method == "alphaedit":
+        ways.append(f"--edit.ridge below {settings.get('ridge', 0.1):g}")
+    return f"the weights hold more of it with {', or '.join(ways)}" if ways else elsewhere
+
+
+ROOM: dict[str, Any] = {"clamp": 4.0, "steps": 50, "passes": 3}
+"""Settings beyond which more of the same was not measured to help."""
 
 CURVES = {
     "efficacy_accuracy": "edits at rank 1",

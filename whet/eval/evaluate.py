@@ -36,7 +36,7 @@ from whet.tasks.chess.stockfish import EngineError
 from whet.tasks.quarantine import write_quarantine
 from whet.tasks.tools import environment_for
 from whet.telemetry.display import advancing, open_display
-from whet.telemetry.hardware import HardwareMonitor
+from whet.telemetry.hardware import HardwareMonitor, peak_memory_gib
 from whet.telemetry.heartbeat import alive
 from whet.telemetry.log import RunLog
 from whet.telemetry.provenance import data_hash, write_environment, write_provenance
@@ -444,7 +444,10 @@ def _run(policy: Policy, job: _Job, model: dict[str, Any]) -> dict[str, Any]:
             on_finished=advance,
             on_chunk=keep,
         )
-    result = replace(result, work=total_work(parts))
+    work = total_work(parts)
+    if work.hardware is not None:  # the devices' readings are of the whole machine
+        work = replace(work, hardware=work.hardware | {"peak_memory_gib": peak_memory_gib(policy.device)})
+    result = replace(result, work=work)
     own, details = _own_measures(policy, job, result, folder)
     result = replace(result, metrics={**result.metrics, **own})
     summary = write_summary(

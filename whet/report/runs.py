@@ -380,11 +380,11 @@ def _scores(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     }
     if any(value is None for estimate in found.values() for value in estimate.values()):
         return {}
-    devices = _rows(_object(evaluation.get("hardware")).get("devices"))
-    peaks = [as_number(_object(device.get("memory_gib")).get("max")) for device in devices]
+    # Not the devices' readings, which are of all programs on the machine.
+    peak = as_number(_object(evaluation.get("hardware")).get("peak_memory_gib"))
     counts = {name: as_number(evaluation.get(name)) for name in ("num_problems", "num_samples")}
     counts = {name: None if count is None else int(count) for name, count in counts.items()}
-    return {**found, **counts, "peak_memory_gib": max(filter(None, peaks), default=None)}
+    return {**found, **counts, "peak_memory_gib": peak}
 
 
 def _curve(folder: Path) -> dict[str, Any] | None:

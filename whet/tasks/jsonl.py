@@ -134,7 +134,7 @@ class Jsonl:
     def problems(self, split: str) -> list[Problem]:
         """Return all problems of 'train', 'dev' or 'test'."""
         if self._path is not None:
-            return select_files(self._path, split, self._file, ENDINGS)
+            return select_files(self._path, split, self._file, ENDINGS, name=self.name)
         check_split(split)
         if self._parts is None:
             self._parts = self._found_parts()

@@ -252,7 +252,12 @@ def select_split(problems: Iterable[Problem], split: str, *, test_percent: float
 
 
 def select_files(
-    path: Path, split: str, load: Callable[[Path], list[Problem]], endings: Sequence[str] = ENDINGS
+    path: Path,
+    split: str,
+    load: Callable[[Path], list[Problem]],
+    endings: Sequence[str] = ENDINGS,
+    *,
+    name: str = "",
 ) -> list[Problem]:
     """Return a split of a file (5 % 'dev', 5 % 'test') or of a folder ('dev' is 5 % of its train file).
 
@@ -262,6 +267,7 @@ def select_files(
         split: 'train', 'dev' or 'test'.
         load: Returns the problems of a file.
         endings: Endings of the files to look for in a folder, best first.
+        name: Name of the data set, with which its files may begin (`math500_test.json`).
 
     Raises:
         UserError: If the folder has no such file.
@@ -270,7 +276,8 @@ def select_files(
     if path.is_file():
         return select_split(load(path), split, test_percent=TEST_PERCENT)
     part = "test" if split == "test" else "train"
-    files = [file for end in endings if (file := path / f"{part}{end}").is_file()][:1]
+    names = [f"{begin}{part}{end}" for begin in ("", *([f"{name}_"] * bool(name))) for end in endings]
+    files = [path / name for name in names if (path / name).is_file()][:1]
     files = files or sorted(path.glob(f"{part}-*-of-*.parquet"))
     if not files:
         raise UserError(f"{path}: no {part}{endings[0]} there; check --task.path")
