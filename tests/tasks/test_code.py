@@ -7,6 +7,8 @@ import base64
 import json
 import pickle
 import re
+import sys
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -192,8 +194,79 @@ def test_partial_credit_needs_programs() -> None:
 
 def test_program_of() -> None:
     assert program_of("a ``` b") == "a ``` b"  # a fence that never closes is no fence
-    assert program_of("```python\nx\n```\n```text\ny\n```") == "text\ny"  # no Python: as it stands
+    assert program_of("```python\nx\n```\n```text\ny\n```") == "x"
+    assert program_of("```text\ny\n```") == "y"  # no Python: as it stands
     assert program_of("\tx = 1") == "        x = 1"
+
+
+ADD = "def add(a, b):\n    return a + b"
+IN_LIST = ADD.replace("\n", "\n   ")
+FENCED = {
+    "other languages": f"```cpp\nint add();\n```\n```python\n{ADD}\n```\nRun it:\n```bash\npython add.py\n```",
+    "its output": f"```python\n{ADD}\n```\nIt prints\n```\n3\n```",
+    "no language at all": f"```\n{ADD}\n```\nIt prints\n```\n3\n```",
+    "a session": f"```python\n{ADD}\n```\n```\n>>> add(1, 2)\n3\n```",
+    "its use": f"```python\n{ADD}\n```\n```python\nprint(add(1, 2))\n```",
+    "its tests": f"```python\n{ADD}\n```\n```python\nassert add(1, 2) == 4\n```",
+    "an attempt": f"```python\n{ADD.replace('+', '-')}\n```\nNo:\n```py\n{ADD}\n```",
+    "a helper apart": "```python\nplus = lambda a, b: a + b\n```\n```python\ndef add(a, b):\n    return plus(a, b)\n```",
+    "imports apart": "```python\nimport operator as o\n```\n```python\ndef add(a, b):\n    return o.add(a, b)\n```",
+    "a list": f"1. Code:\n   ```python\n   {IN_LIST}\n   ```",
+    "the same line of a list": f"- a\n1. ```python\n   {IN_LIST}\n   ```",
+    "a list in a list": f"1. a\n   - b\n     ~~~python\n     {ADD.replace(chr(10), chr(10) + '     ')}\n     ~~~",
+    "indented more than its fence": f"1. a\n ```python\n   {IN_LIST}\n ```",
+    "a quotation": f"> ```python\n> {ADD.replace(chr(10), chr(10) + '> ')}\n> ```",
+    "tildes": f"~~~python\n{ADD}\n~~~",
+    "a longer fence": f'````python\nNOTE = """\n```\nadd(1, 2)\n```\n"""\n{ADD}\n````',
+    "attributes": f"```{{.python .number}}\n{ADD}\n```",
+    "a version and a title": f'```Python3.11 title="add.py"\n{ADD}\n```',
+    "a closing one alone": f"{ADD}\n```",
+    "a closing one alone, then more": f"{ADD}\n```\nRun it:\n```sh\npython add.py\n```\nIt prints\n```\n3\n```",
+    "an opening one alone": f"Here:\n```python\n{ADD}",
+    "one behind text": f"Here: ```python\n{ADD}\n```",
+    "one that closes behind code": f"```python\n{ADD}```",
+    "no fence but sentences": f"Here it is:\n\n{ADD}\n\nIt adds two numbers.",
+    "no fence and an indentation": f"    {ADD.replace(chr(10), chr(10) + '    ')}",
+}
+
+
+@pytest.mark.parametrize("fenced", FENCED)
+def test_the_program_in_an_answer(fenced: str, tmp_path: Path) -> None:
+    task = write(tmp_path / "own.jsonl", {"prompt": "Add.", "tests": ["assert add(1, 2) == 3"]})
+    (problem,) = [p for split in ("train", "dev", "test") for p in task.problems(split)]
+    assert task.is_correct(problem, FENCED[fenced])
+
+
+def test_a_program_that_reads_among_other_fences(tmp_path: Path) -> None:
+    case = {"input": "1 2\n", "output": "3"}
+    task = write(tmp_path / "own.jsonl", {"prompt": "Add.", "tests": [case]})
+    (problem,) = [p for split in ("train", "dev", "test") for p in task.problems(split)]
+    assert task.is_correct(problem, f"Input:\n```\n1 2\n```\n```\n{SUM}\n```\nOutput:\n```\n3\n```")
+    assert task.is_correct(problem, f"```python\n{SUM}\n```\nTry it:\n```\necho 1 2 | python add.py\n```")
+
+
+@pytest.mark.parametrize(
+    "line", ["`" * 60_000 + "a`", "~" * 60_000 + "a~", "```x" * 15_000, "- " * 30_000, "a" + " " * 60_000]
+)
+def test_no_answer_takes_long_to_read(line: str) -> None:
+    began = time.process_time()
+    program_of(f"{line}\n```python\n{line}", ("add",))
+    code.without_prose(line)
+    assert time.process_time() - began < 1  # a regular expression that tries everything takes minutes
+
+
+def test_long_integers(tmp_path: Path) -> None:
+    """Python writes and reads no more than 4,300 digits unless it is allowed to: programs, tests and rows may."""
+    digits = "1" + "0" * 6000
+    cases = write(tmp_path / "cases.jsonl", {"prompt": "p", "tests": [{"input": digits, "output": digits}]})
+    tests = write(
+        tmp_path / "tests.jsonl",
+        {"prompt": "q", "tests": [f"assert f(2) == {digits} and str(f(2)) == '{digits}'"]},
+    )
+    for task, answer in ((cases, "print(int(input()))"), (tests, "def f(n):\n    return 10 ** 6000")):
+        (problem,) = [p for split in ("train", "dev", "test") for p in task.problems(split)]
+        assert task.is_correct(problem, answer)
+    assert sys.get_int_max_str_digits() == 4300
 
 
 BAD = [
@@ -358,6 +431,77 @@ def test_contests(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scores == {"loads": 1.0, "tests": pytest.approx(2 / 3), "keywords": 1.0}
     for answer in ("", "print(", "import numpy", None):
         assert not task.is_correct(by_input, answer)
+
+
+CONTEST = {
+    "deep recursion": ("def f(n):\n    return n and 1 + f(n - 1)\nprint(f(9000))", "9000"),
+    "deep and remembered": ("@cache\ndef f(n):\n    return n and 1 + f(n - 1)\nprint(f(3000))", "3000"),
+    "statistics": ("print(statistics.mean([1, 2, 3]), mean([1, 2, 3]))", "2 2"),
+    "io": ("print(io.StringIO('7').read(), BytesIO(b'7').read().decode())", "7 7"),
+    "json": ("print(json.dumps([1]), loads('2'))", "[1] 2"),
+    "names of the header": (
+        "print(Counter('aab')['a'], gcd(4, 6), pow(2, 3, 5), datetime.date(2024, 1, 2).day)",
+        "2 2 3 2",
+    ),
+    "builtins come back": ("print(open is io.open, sum([1, 2]), abs(-1))", "False 3 1"),
+    "exit code": ("print(5)\nexit(1)", "5"),
+    "exit with a message": ("print(5)\nimport sys\nsys.exit('done')", "5"),
+    "quit": ("print(5)\nquit()\nprint(6)", "5"),
+    "as a script": ("if __name__ == '__main__':\n    print(5)", "5"),
+}
+READS = (
+    "input()",
+    "sys.stdin.readline()",
+    "sys.stdin.read()",
+    "next(sys.stdin)",
+    "open(0).read()",
+    "sys.stdin.buffer.read()",
+)
+
+
+def contest(tmp_path: Path, cases: list[dict[str, str]], name: str = "f") -> tuple[Code, Problem]:
+    """Return a task of one problem in LiveCodeBench's form."""
+    row = {"question_content": "q", "starter_code": "", "metadata": json.dumps({"func_name": name})}
+    row |= {"public_test_cases": json.dumps(cases), "private_test_cases": "[]"}
+    (tmp_path / "test.jsonl").write_text(json.dumps(row))
+    task = Code("livecodebench", tmp_path)
+    (problem,) = task.problems("test")
+    return task, problem
+
+
+def test_contest_programs_run_as_their_own_test_file_runs_them(tmp_path: Path) -> None:
+    for name, (program, output) in CONTEST.items():
+        task, problem = contest(tmp_path, [{"input": "", "output": output, "testtype": "stdin"}])
+        verdict = task.examine(problem, program)
+        assert verdict is not None
+        assert (name, verdict.status, verdict.results[0].message) == (name, "ok", "")
+    task, problem = contest(tmp_path, [{"input": "5", "output": "5", "testtype": "stdin"}])
+    reads = [f"print(int({read}))" for read in READS]
+    assert task.judge_many([(problem, program) for program in reads]) == [True] * len(READS)
+    for program in (
+        "print(5)\nraise ValueError",
+        "print(5)\n1 / 0",
+        "print(4)\nexit()",
+        "import os\nprint(5)\nos._exit(1)",
+    ):
+        assert task.is_correct(problem, program) is False
+
+
+def test_contest_functions_are_called_as_their_own_test_file_calls_them(tmp_path: Path) -> None:
+    big = "9" * 5000
+    lines = json.dumps("a\u2028b", ensure_ascii=False)
+    cases = [("1\n[2]", "[1, 2]"), (f"{lines}\n[]", f"[{lines}]"), (f"{big}\n[0.5]", f"[{big}, 0.5]")]
+    task, problem = contest(tmp_path, [{"input": a, "output": b, "testtype": "functional"} for a, b in cases])
+    method = "class Solution:\n    def f(self, a: int, b: List[int]) -> List[int]:\n        return [a] + b"
+    right = [method, method.replace("[a] + b", "(a, *b)"), "def f(a, b):\n    return [a, *b]"]
+    assert task.judge_many([(problem, program) for program in right]) == [True] * 3
+    wrong = [
+        method.replace("def f", "def g"),
+        method.replace("[a] + b", "iter([a] + b)"),
+        "f = 3",
+        "print([1, 2])",
+    ]
+    assert task.judge_many([(problem, program) for program in wrong]) == [False] * 4
 
 
 def test_the_users_own_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

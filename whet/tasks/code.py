@@ -6,16 +6,20 @@ from __future__ import annotations
 import ast
 import base64
 import binascii
+import builtins
 import inspect
 import json
 import pickletools
 import re
+import sys
+import textwrap
 import threading
 import warnings
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from functools import partial
@@ -42,22 +46,24 @@ MBPP_SPLITS = {"test": range(11, 511), "dev": range(511, 601), "train": range(60
 """The authors' split by task id; 1 to 10 are for prompts."""
 TEST_PERCENT = 5
 FENCE = "```"
+MAX_DIGITS = 100_000
+"""Digits of an integer in a test; Python's own limit is 4,300."""
 _PARSING = threading.Lock()
 LOADED = ("syntax", "imports", "runs")
 MAX_UNPACKED = 256 * 2**20
 """Private tests of a contest problem that are larger (in bytes, unpacked) make a bad row."""
-CONTEST_IMPORTS = """from typing import *
-from collections import *
-from itertools import *
-from functools import *
-from heapq import *
-from bisect import *
-from string import *
-from operator import *
-from math import *
-import sys, re, math, random, string, datetime, bisect, heapq, functools, itertools, collections, operator, copy
-"""
-"""What LiveCodeBench puts above every answer (its numpy aside, which the sandbox does not have)."""
+_IMPORTED = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json"),
+)
+CONTEST_IMPORTS = "".join(
+    (
+        *(f"from {name} import *\n" for name in (*_IMPORTED, "builtins", "typing")),
+        *(f"import {name}\n" for name in _IMPORTED),
+        "sys.setrecursionlimit(50000)\n",
+    )
+)
+"""What LiveCodeBench puts above every answer, in its order: `builtins` gives back what the others hide."""
 NUMPY = """import types as _types
 def _allclose(a, b, rtol=1e-05, atol=1e-08, equal_nan=False):
     if isinstance(a, (list, tuple)) or isinstance(b, (list, tuple)):
@@ -87,6 +93,7 @@ class Exam:
         cases: Pairs of standard input and expected output, for a whole program; without `tests`.
         header: Imports that stand above every answer.
         has_objects: Whether the tests use the program's objects, as tests of a class do; see `run_tests`.
+        wanted: Names that tell the program from other code in an answer; () for `names`.
     """
 
     setup: str
@@ -97,6 +104,7 @@ class Exam:
     cases: tuple[tuple[str, str], ...] = ()
     header: str = ""
     has_objects: bool = False
+    wanted: tuple[str, ...] = ()
 
 
 class Code:
@@ -187,29 +195,18 @@ class Code:
 
     def examine(self, problem: Problem, answer: str | None) -> TestsVerdict | None:
         """Run a program against its tests; None if there is no program."""
-        code = program_of(answer or "")
+        exam = self._exams[problem.uid]
+        code = program_of(answer or "", exam.wanted or exam.names)
         if not code or len(code) > MAX_CHARACTERS:
             return None
         key = (problem.uid, code)
         known = self._verdicts.get(key)
         if known is not None and known.status != "infra_error":
             return known
-        exam = self._exams[problem.uid]
-        whole = code if not exam.prefix or _defines(code, exam.names) else exam.prefix + code
-        if exam.header and "from __future__" not in code:
-            whole = exam.header + whole
-        if exam.cases:
-            verdict = run_cases(whole, exam.cases)
-        else:
-            verdict = run_tests(
-                whole,
-                exam.tests,
-                setup=exam.setup,
-                names=exam.names,
-                has_objects=exam.has_objects,
-                timeout_s=TIMEOUT_S,
-                memory_mib=MEMORY_MIB,
-            )
+        verdict = _run(exam, code)
+        if verdict.program.stage == "syntax" and verdict.status != "infra_error":
+            without = without_prose(code)
+            verdict = _run(exam, without) if without not in ("", code) else verdict
         self._verdicts[key] = verdict
         while len(self._verdicts) > NUM_REMEMBERED:
             self._verdicts.popitem(last=False)
@@ -228,7 +225,9 @@ class Code:
         if verdict.status == "infra_error":
             return None
         wanted = self._exams[problem.uid].keywords
-        used = self._used_names(program_of(answer or "")) if wanted else set()
+        exam = self._exams[problem.uid]
+        code = program_of(answer or "", exam.wanted or exam.names)
+        used = self._used_names(code) if wanted else set()
         if used is None:
             return None
         return {
@@ -299,8 +298,32 @@ class Code:
         return found
 
 
+def _run(exam: Exam, code: str) -> TestsVerdict:
+    """Run a program against the tests of a problem."""
+    whole = exam.prefix + code
+    if exam.prefix and _defines(code, exam.names):
+        # The prompt's imports and helpers stand above it all the same, as in HumanEval's own file.
+        is_free = "from __future__" in code
+        whole = code if is_free else f"{exam.prefix}\n    pass\n{code}"
+    if exam.header and "from __future__" not in code:
+        whole = exam.header + whole
+    if exam.cases:
+        return run_cases(whole, exam.cases)
+    return run_tests(
+        whole,
+        exam.tests,
+        setup=exam.setup,
+        names=exam.names,
+        has_objects=exam.has_objects,
+        timeout_s=TIMEOUT_S,
+        memory_mib=MEMORY_MIB,
+    )
+
+
 def run_cases(code: str, cases: Sequence[tuple[str, str]]) -> TestsVerdict:
     """Run a whole program on standard inputs, and compare what it writes; after a case without time, none is run.
+
+    A program that ends itself by `exit`, with whatever status, has said what it had to (as LiveCodeBench has it).
 
     Args:
         code: The program.
@@ -313,9 +336,11 @@ def run_cases(code: str, cases: Sequence[tuple[str, str]]) -> TestsVerdict:
             results.append(results[-1])
             continue
         verdict = run_python(code, stdin=given, timeout_s=TIMEOUT_S, memory_mib=MEMORY_MIB)
+        has_ended = verdict.status == "ok" or (verdict.status == "rte" and verdict.stage == "done")
+        verdict = replace(verdict, status="ok", message="") if has_ended else verdict
         program = program or verdict
-        is_right = verdict.status == "ok" and same_output(verdict.stdout, expected)
-        status = verdict.status if verdict.status != "ok" else "ok" if is_right else "wrong"
+        is_right = has_ended and same_output(verdict.stdout, expected)
+        status = "wrong" if has_ended and not is_right else verdict.status
         result = TestResult(status=status, message=verdict.message, seconds=verdict.seconds, num_calls=1)
         results.append(result)
     assert program is not None
@@ -343,22 +368,231 @@ def _same_word(word: str, goal: str) -> bool:
         return False
 
 
-def program_of(answer: str) -> str:
-    """Return the program in an answer: the last closed Markdown fence, else all of it; with tabs and \\r normalised."""
-    text = answer.replace("\r\n", "\n").expandtabs(8)
-    pieces = text.split(FENCE)
-    if len(pieces) >= 3:
-        inside = pieces[len(pieces) - 2 if len(pieces) % 2 else len(pieces) - 3]
-        language, _, rest = inside.partition("\n")
-        text = rest if language.strip().lower() in ("", "python", "py", "python3") else inside
-    return text.strip("\n")
+_PROSE = re.compile(r"(?:[ \t]*(?:>|[-*+][ \t]|\d+[.)][ \t]))*[ \t]*")
+"""What stands before a fence in a list or a quotation."""
+_PYTHON = re.compile(r"(i?python|py|pypy)[\d.]*$", re.IGNORECASE)
+_DEFINED = re.compile(r"^(?:async[ ]+def|def|class)[ ]+(\w+)|^(\w+)[ ]*(?::[^=\n]+)?=[^=]", re.MULTILINE)
+_IMPORTED_NAME = re.compile(r"^(?:from[ ]+[\w.]+[ ]+)?import[ ]+(.+)$", re.MULTILINE)
+_CODE_LINE = re.compile(
+    r"""\s+\S|[@#)\]}]|("{3}|'{3})|(from[ ]+[\w.]+[ ]+)?import[ ]+[\w.*(]|(async[ ]+)?(def|class)[ ]+\w+.*|"""
+    r"""(if|elif|for|while|with|except|match)\b.*:\s*(#.*)?$|(else|try|finally)\s*:|(pass|return|raise|del|assert)\b|"""
+    r"""\w[\w.,\[\]'" *]*(:[^=]+)?([-+*/%&|^@]|//|\*\*|<<|>>)?=[^=]|[\w.]+\(.*"""
+)
+"""A line without indentation that is Python rather than English, by its look."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A fenced text of an answer.
+
+    Attributes:
+        language: First word after the fence, in lower case.
+        text: What it holds, without the indentation of its fence.
+    """
+
+    language: str
+    text: str
+
+    @property
+    def is_python(self) -> bool:
+        """Whether its language is Python."""
+        return _PYTHON.match(self.language) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Fence:
+    """An opening fence: `size` times its mark, after some text, before what names the language."""
+
+    mark: str
+    size: int
+    before: str
+    info: str
+
+
+def program_of(answer: str, wanted: Sequence[str] = ()) -> str:
+    """Return the program in an answer, with line ends and indentation normalised.
+
+    It is the last fenced block that is Python, by its language or for want of one, and that defines a wanted name; else
+    the last that defines anything, or reads and writes; else the last. Blocks before it that define what it uses and
+    does not define stand above it. An answer without a fence is the program; so is what stands before a lone closing
+    one (the prompt had opened it).
+
+    Args:
+        answer: What the model wrote.
+        wanted: Names of which the program defines at least one; () for a program that reads and writes.
+    """
+    text = re.sub(r"^[ \t]+", lambda found: found[0].expandtabs(8), answer.replace("\r\n", "\n"), flags=re.M)
+    blocks = _blocks(text)
+    if not blocks:
+        return text.strip("\n")
+    places = [at for at, block in enumerate(blocks) if block.is_python or not block.language]
+    if not places:
+        return blocks[-1].text.strip("\n")
+
+    def rank(at: int) -> tuple[bool, bool, bool, int]:
+        found = blocks[at].text
+        defined = _defined(found)
+        writes = re.search(r"\b(print|write|writelines)\(", found) is not None
+        reads = re.search(r"\b(input|open)\(|\bstdin\b|\bfileinput\b", found) is not None
+        is_likely = bool(defined) if wanted else writes and (reads or bool(defined))
+        is_it = any(name in defined for name in wanted)
+        return is_it, is_likely, is_it or blocks[at].is_python, at
+
+    best = max(places, key=rank)
+    parts = [blocks[best].text]
+    words, known = _words(parts[0]), _defined(parts[0]) | _imported(parts[0])
+    for other in (blocks[at].text for at in reversed(places) if at < best):
+        gives = _defined(other) | _imported(other)
+        if (gives - known) & words:
+            parts.insert(0, other)
+            words, known = words | _words(other), known | gives
+    return "\n".join(parts).strip("\n")
+
+
+def _blocks(text: str) -> list[_Block]:
+    """Return the fenced blocks of a Markdown text: by CommonMark's rules, and what models make of them."""
+    blocks: list[_Block] = []
+    lines = text.split("\n")
+    opening: _Fence | None = None
+    start = 0
+    for at, line in enumerate(lines):
+        if opening is not None:
+            size = _run_at_end(line, opening.mark)
+            if size >= opening.size:
+                rest = line.rstrip()[:-size]  # a fence may close at the end of the last line of code
+                blocks.append(
+                    _block(opening, [*lines[start:at], *([] if _PROSE.fullmatch(rest) else [rest])])
+                )
+                opening, start = None, at + 1
+            continue
+        found = _opening(line)
+        if found is None:
+            inside = line.strip()[3:-3]
+            if "`" not in inside and line.strip() == f"{FENCE}{inside}{FENCE}" and inside:  # all in one line
+                blocks.append(_Block("", re.sub(r"^ *(python|py) ", "", inside)))
+            continue
+        before = [*lines[start:at], found.before]
+        if not found.info and not blocks and _looks_like_code(before):
+            blocks.append(_Block("", "\n".join(before)))
+            start = at + 1
+        else:
+            opening, start = found, at + 1
+    if opening is not None and any(line.strip() for line in lines[start:]):
+        blocks.append(_block(opening, lines[start:]))  # cut off, or ended by a stop string
+    return blocks
+
+
+def _run_at_end(line: str, mark: str) -> int:
+    """Return how many marks a line ends with."""
+    text = line.rstrip()
+    return len(text) - len(text.rstrip(mark))
+
+
+def _opening(line: str) -> _Fence | None:
+    """Return the fence that a line opens, after its text, if any."""
+    text = line.rpartition("`")
+    size = _run_at_end(text[0] + text[1], "`") if text[1] else 0
+    if size >= len(FENCE):
+        before, info = (text[0] + text[1])[:-size], text[2].strip()
+        # Behind other text in the same line only a bare word is a language.
+        return _Fence("`", size, before, info) if _PROSE.fullmatch(before) or " " not in info else None
+    prose = _PROSE.match(line)
+    before = prose[0] if prose is not None else ""
+    rest = line[len(before) :]
+    size = len(rest) - len(rest.lstrip("~"))
+    return _Fence("~", size, before, rest[size:].strip()) if size >= len(FENCE) else None
+
+
+def _block(opening: _Fence, lines: Sequence[str]) -> _Block:
+    """Return a block, without the marks and the indentation that its fence has."""
+    before = opening.before if _PROSE.fullmatch(opening.before) else ""
+    if ">" in before:
+        lines = [re.sub(r"^ *>[ ]?", "", line) for line in lines]
+        before = before.rpartition(">")[2].removeprefix(" ")
+    text = "\n".join(line[min(len(before), len(line) - len(line.lstrip(" "))) :] for line in lines)
+    word = re.match(r"[{. ]*([\w+#.-]*)", opening.info)
+    return _Block(word[1].lower() if word is not None else "", text)
+
+
+def _looks_like_code(lines: Sequence[str]) -> bool:
+    """Say whether a text begins as a program does."""
+    first = next((line for line in lines if line.strip()), "")
+    return _is_code(first)
+
+
+def _is_code(line: str) -> bool:
+    """Say whether a line is Python, or indented, by its look."""
+    return _CODE_LINE.match(line[:1000]) is not None
+
+
+def without_prose(text: str) -> str:
+    """Return the program in a text that is no Python as it stands: without prose around it, not indented as a whole.
+
+    Args:
+        text: A program, perhaps with sentences before and after it.
+
+    Returns:
+        Its lines from the first that looks like Python to the last before a sentence; '' if none does.
+    """
+    lines = textwrap.dedent(text).split("\n")
+    first = next((at for at, line in enumerate(lines) if line.strip() and _is_code(line)), len(lines))
+    found: list[str] = []
+    for line in lines[first:]:
+        if line.strip() and not _is_code(line):
+            break
+        found.append(line)
+    return "\n".join(found).strip("\n")
+
+
+def _defined(code: str) -> set[str]:
+    """Return the names that a program defines at its top level, by the look of its lines."""
+    return {name for pair in _DEFINED.findall(code) for name in pair if name}
+
+
+def _words(code: str) -> set[str]:
+    """Return the names that a text may refer to: no attributes."""
+    return set(re.findall(r"(?<![\w.])[A-Za-z_]\w*", code))
+
+
+def _imported(code: str) -> set[str]:
+    """Return the names that a program imports at its top level, by the look of its lines."""
+    parts = (part for found in _IMPORTED_NAME.findall(code) for part in found.strip("()").split(","))
+    return {part.split(" as ")[-1].strip().partition(".")[0] for part in parts}
+
+
+def _free_names(setup: str, tests: Sequence[str]) -> tuple[str, ...]:
+    """Return the names that tests use, and neither they, their setup nor Python define."""
+    used: set[str] = set()
+    defined = set(dir(builtins))
+    for text in (setup, *tests):
+        for node in ast.walk(_parse(text)):
+            if isinstance(node, ast.Name):
+                (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.arg):
+                defined.add(node.arg)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                defined |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    return tuple(sorted(used - defined))
 
 
 def _parse(code: str) -> ast.Module:
-    """Parse Python text without warnings about doubtful escapes."""
-    with _PARSING, warnings.catch_warnings():  # the filters are global, so threads take turns
-        warnings.simplefilter("ignore")
+    """Parse Python text without warnings about doubtful escapes, and with integers of any reasonable length."""
+    with _lenient():
         return ast.parse(code)
+
+
+@contextmanager
+def _lenient() -> Iterator[None]:
+    limit = sys.get_int_max_str_digits()
+    with _PARSING, warnings.catch_warnings():  # filters and limit are global, so threads take turns
+        warnings.simplefilter("ignore")
+        sys.set_int_max_str_digits(MAX_DIGITS)
+        try:
+            yield
+        finally:
+            sys.set_int_max_str_digits(limit)
 
 
 def _defines(code: str, names: Sequence[str]) -> bool:
@@ -404,7 +638,8 @@ def _human_eval(row: Row) -> tuple[str, str, Exam]:
     if all(isinstance(part, ast.Assert) for part in check.body):
         # Some 36 problems have an `assert True`, which a program that only raises passes as well.
         asking = [part for part in check.body if "candidate" in _names_in(part)]
-        tests = [f"candidate = {entry}\n{ast.unparse(part)}" for part in asking] or tests
+        with _lenient():
+            tests = [f"candidate = {entry}\n{ast.unparse(part)}" for part in asking] or tests
     exam = Exam(f"{prompt}\n    pass\n{_without_numpy(row['test'])}", tuple(tests), (entry,), prompt)
     question = f"Complete this Python function.\n\n{FENCE}python\n{prompt}{FENCE}"
     return question, prompt + row["canonical_solution"], exam
@@ -452,13 +687,18 @@ def _contest(row: Row) -> tuple[str, str, Exam]:
     name = json.loads(row["metadata"])["func_name"]
     if not str(name).isidentifier():
         raise ValueError("func_name is not a name")
-    tests = tuple(
-        f"got = Solution().{name}(*{[json.loads(line) for line in case['input'].splitlines()]!r})\n"
-        f"got = list(got) if isinstance(got, tuple) else got\nassert got == {json.loads(case['output'])!r}"
-        for case in cases
-    )
+    # One object for all calls, or a function where there is no class, as in `grade_call_based`.
+    setup = f"import json\ntry:\n    call = Solution().{name}\nexcept NameError:\n    call = {name}"
+    tests = []
+    for case in cases:
+        lines = [line for line in case["input"].split("\n") if line.strip()]
+        for text in (*lines, case["output"]):
+            json.loads(text, parse_int=str)  # a bad row is noticed here
+        got = f"got = call(*map(json.loads, {lines!r}))\ngot = list(got) if isinstance(got, tuple) else got"
+        tests.append(f"{got}\nassert got == json.loads({case['output']!r})")
     # What a method returns is only compared with a literal, so an object cannot say anything for itself.
-    return question, "", Exam("", tests, ("Solution",), header=CONTEST_IMPORTS, has_objects=True)
+    names = ("Solution", name)
+    return question, "", Exam(setup, tuple(tests), names, header=CONTEST_IMPORTS, has_objects=True)
 
 
 def _private(text: str) -> list[dict[str, str]]:
@@ -489,6 +729,7 @@ def _own(row: Row) -> tuple[str, str, Exam]:
         keywords=tuple(row.get("keywords", ())),
         cases=pairs,
         has_objects=row.get("objects", _tests_classes(row)),
+        wanted=() if pairs else _free_names(row.get("setup", ""), row["tests"]),
     )
     return row["prompt"], row.get("solution", ""), exam
 

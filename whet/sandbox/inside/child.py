@@ -118,6 +118,9 @@ def _open_streams() -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.argv, sys.orig_argv = [PROGRAM], ["python", PROGRAM]
+    sys.set_int_max_str_digits(
+        0
+    )  # its time is limited already, and programs may print integers of any length
     for name in ("exit", "quit"):  # defined by the site module, which is not loaded
         setattr(builtins, name, Quitter(name, "end of file"))
     builtins.help = _Helper()
