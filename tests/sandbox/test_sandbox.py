@@ -398,6 +398,77 @@ def test_an_object_is_one_list_of_items_unless_tests_ask_for_objects() -> None:
     assert [(result.status, result.message) for result in verdict.results] == [("ok", "")] * 7
 
 
+IN_PLACE = """
+from collections import deque
+def sort(x): x.sort()
+def put(d, key, value=0): d[key] = value
+def both(x):
+    x.reverse()
+    return x
+def unique(x):
+    x[:] = sorted(set(x))
+    return len(x)
+def turn(m):
+    for row in m: row.reverse()
+    m.append([])
+def grow(s, q, b):
+    s.add(9)
+    q.appendleft(0)
+    b += b"!"
+def inside(pair): pair[0].append(1)
+def empty(x):
+    x.clear()
+    return []
+def size(x):
+    x.clear()
+    return 0
+class Solution:
+    def unique(self, x): return unique(x)
+class Box: pass
+def fill(boxes): boxes.append(Box())
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "status"),
+    [
+        ("x = [3, 1, 2]; y = x; sort(x); assert x == y == [1, 2, 3]", "ok"),
+        ("x = [3, 1, 2]; assert sort(x) is None and x == [1, 2, 3]", "ok"),
+        ("x = [3, 1, 2]; goal = sorted(x); sort(x); assert x == goal", "ok"),
+        ("d = {1: [2]}; put(d, 3); put(d, key=1, value=5); assert d == {1: 5, 3: 0}", "ok"),
+        (
+            "d = defaultdict(int); put(d, 'a', 1); assert d['a'] == 1 and d['b'] == 0",
+            "ok",
+        ),
+        ("x = [1, 2]; both(x); assert x == [2, 1]", "ok"),
+        ("x = [1, 2]; assert both(x) == [2, 1] and x == [2, 1]", "ok"),
+        ("x = [2, 1, 2]; n = unique(x); assert n == 2 and x[:n] == [1, 2]", "ok"),
+        ("x = [2, 1, 2]; s = Solution(); n = s.unique(x); assert (n, x) == (2, [1, 2])", "ok"),
+        ("m = [[1, 2], [3]]; row = m[0]; turn(m); assert m == [[2, 1], [3], []] and row == [2, 1]", "ok"),
+        (
+            "s, q, b = {1}, deque([1]), bytearray(b'a'); grow(s, q, b); assert (s, [*q], b) == ({1, 9}, [0, 1], b'a!')",
+            "ok",
+        ),
+        ("x = []; inside((x, 1)); assert x == [1]", "ok"),
+        ("x = []; fill(x); assert len(x) == 1 and x != [1]", "ok"),
+        ("x = [3, 1, 2]; sort(x); assert x == [3, 1, 2]", "wrong"),
+        ("x = [3, 1]; sort(x[:]); assert x == [3, 1]", "ok"),
+        # What it returns is never set against what it made of its argument.
+        ("x = [3, 1]; assert empty(x) == sorted(x)", "wrong"),
+        ("x = [3, 1]; r = empty(x); assert r == sorted(x)", "wrong"),
+        ("x = [3, 1]; r = empty(x); goal = [v for v in x]; assert not set(goal) ^ set(r)", "wrong"),
+        ("x = [3, 1]; assert size(x) == len(x)", "wrong"),
+        ("def check(f):\n    x = [3, 1]\n    r = f(x)\n    assert r == sorted(x)\ncheck(empty)", "wrong"),
+        ("for x in [[3, 1], [2]]:\n    r = empty(x)\n    assert len(r) == len(x)", "wrong"),
+        ("x = [3, 1]; assert all(a == b for a, b in zip(empty(x), x)) and len(x) == 0", "wrong"),
+    ],
+)
+def test_arguments_that_change_in_place(test: str, status: str) -> None:
+    setup = "from collections import defaultdict, deque"
+    verdict = try_tests(IN_PLACE, test, setup=setup, has_objects="Solution" in test)
+    assert statuses(verdict) == [status], verdict.results[0].message
+
+
 def test_names_win_over_setup_and_nothing_else_does() -> None:
     code = "def f(x): return helper(x)\ndef helper(x): return 5\ndef sum(x): return 5"
     setup = "def f(x): pass\ndef helper(x): return 1"

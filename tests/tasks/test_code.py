@@ -209,7 +209,7 @@ FENCED = {
     "its use": f"```python\n{ADD}\n```\n```python\nprint(add(1, 2))\n```",
     "its tests": f"```python\n{ADD}\n```\n```python\nassert add(1, 2) == 4\n```",
     "an attempt": f"```python\n{ADD.replace('+', '-')}\n```\nNo:\n```py\n{ADD}\n```",
-    "a helper apart": "```python\nplus = lambda a, b: a + b\n```\n```python\ndef add(a, b):\n    return plus(a, b)\n```",
+    "a helper apart": "```\nplus = lambda a, b: a + b\n```\n```python\ndef add(a, b):\n    return plus(a, b)\n```",
     "imports apart": "```python\nimport operator as o\n```\n```python\ndef add(a, b):\n    return o.add(a, b)\n```",
     "a list": f"1. Code:\n   ```python\n   {IN_LIST}\n   ```",
     "the same line of a list": f"- a\n1. ```python\n   {IN_LIST}\n   ```",

@@ -647,10 +647,15 @@ def _human_eval(row: Row) -> tuple[str, str, Exam]:
 
 def _mbpp(row: Row) -> tuple[str, str, Exam]:
     code, tests = row["code"].replace("\r\n", "\n"), row["test_list"]
-    used: set[str] = set().union(*(_names_in(_parse(test)) for test in tests))
-    names = [node.name for node in _parse(code).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    setup = row["test_setup_code"]  # two of them build trees of the program's own class
+    used: set[str] = set().union(
+        *(_names_in(_parse(text)) for text in (*tests, setup) if isinstance(text, str))
+    )
+    named = [node for node in _parse(code).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    names = tuple(node.name for node in named if node.name in used)
+    has_objects = any(isinstance(node, ast.ClassDef) and node.name in used for node in named)
     question = f"{row['text']}\n\nYour code should pass this test:\n{FENCE}python\n{tests[0]}\n{FENCE}"
-    return question, code, Exam(row["test_setup_code"], tuple(tests), tuple(n for n in names if n in used))
+    return question, code, Exam(setup, tuple(tests), names, has_objects=has_objects)
 
 
 def _mbpp_plus(row: Row) -> tuple[str, str, Exam]:

@@ -6,17 +6,19 @@ on the tests' side its answers can only become plain values or handles.
 
 from __future__ import annotations
 
+import ast
 import builtins
 import importlib
 import json
 import operator
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from whet.sandbox.inside.codec import decode, encode
+from whet.sandbox.inside.codec import MAX_BYTES, decode, encode
 
 LENGTH = struct.Struct("=I")
 NONCE_BYTES = 16
@@ -36,6 +38,13 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "set_item": operator.setitem,
     "contains": operator.contains,
 }
+
+
+_CHANGEABLE = (list, dict, set, deque, bytearray, tuple)
+"""Plain values that a program can change in place, or that may hold such."""
+_HANDLE = '["handle"'
+MAX_ANALYSED = 20_000
+"""Characters of a test up to which `compares_apart` reads it."""
 
 
 def read_frame(fd: int) -> bytes:
@@ -83,8 +92,15 @@ class _Handles:
             value = self.names[target] if isinstance(target, str) else self.objects[target]
             positional = [decode(arg, self.objects.__getitem__) for arg in args]
             named = {name: decode(arg, self.objects.__getitem__) for name, arg in kwargs.items()}
+            given = list(zip((*args, *kwargs.values()), (*positional, *named.values()), strict=True))
+            before = [encode(value, id) if _HANDLE in text else text for text, value in given]
             result = _OPERATIONS[operation](value, *positional, **named)
-            return json.dumps(["value", encode(result, self.add)])
+            answer = [encode(result, self.add)]
+            pairs = zip(before, (value for _, value in given), strict=True)
+            if any(isinstance(value, _CHANGEABLE) and encode(value, id) != old for old, value in pairs):
+                now = [encode(value, self.add) for _, value in given]
+                answer += now if sum(map(len, (*answer, *now))) <= MAX_BYTES else []
+            return json.dumps(["value", *answer])
         except MemoryError:
             raise
         except BaseException as error:
@@ -140,6 +156,9 @@ class _Connection:
         self.errors: dict[str, type[Exception]] = {}
         self.raised: list[BaseException] = []
         self.untestable = ""
+        self.code = ""
+        self.program: set[str] = set()
+        self.are_arguments_trusted: bool | None = None
 
     def ask(self, operation: str, target: str | int, *args: Any, **kwargs: Any) -> Any:
         """Execute an operation in the program's process and return its result."""
@@ -150,8 +169,16 @@ class _Connection:
         frame = read_frame(self.fd)
         try:
             kind, *content = json.loads(frame)
-            if kind == "value" and len(content) == 1 and isinstance(content[0], str):
-                return decode(content[0], self._take)
+            if kind == "value" and content and all(isinstance(part, str) for part in content):
+                result = decode(content[0], self._take)
+                if len(content) == 1:
+                    return result
+                given = (*args, *kwargs.values())
+                if len(content) == 1 + len(given):
+                    if result is None or self._trusts_arguments():
+                        for own, text in zip(given, content[1:], strict=True):
+                            _update(own, decode(text, self._take))
+                    return result
             if kind == "raised" and len(content) == 2 and all(isinstance(part, str) for part in content):
                 raise self._error(*content)
         except (ValueError, TypeError, RecursionError) as error:
@@ -160,6 +187,12 @@ class _Connection:
         error = ProgramError("the program's answer is not a plain value")
         self.raised.append(error)
         raise error
+
+    def _trusts_arguments(self) -> bool:
+        """Say whether a function that returns something may change the arguments of this test, too."""
+        if self.are_arguments_trusted is None:
+            self.are_arguments_trusted = compares_apart(self.code, self.program)
+        return self.are_arguments_trusted
 
     def _error(self, name: str, text: str) -> BaseException:
         known = self.errors.get(name) or getattr(builtins, name, None)
@@ -182,6 +215,91 @@ class _Connection:
 
     def _take(self, number: int) -> Remote:
         return Remote(self, number)
+
+
+def _update(own: Any, now: Any) -> bool:
+    """Make a test's own value what the program made of its copy, as far as it can be changed in place.
+
+    Returns:
+        Whether it is the same value now; values inside it stay the same objects where they can.
+    """
+    if not any(isinstance(own, base) and isinstance(now, base) for base in _CHANGEABLE):
+        return False
+    if isinstance(own, dict):
+        items = [(key, own[key] if key in own and _update(own[key], now[key]) else now[key]) for key in now]
+        own.clear()
+        own.update(items)
+    elif isinstance(own, set | bytearray):
+        own.clear()
+        own.update(now) if isinstance(own, set) else own.extend(now)
+    else:
+        items = [mine if _update(mine, theirs) else theirs for mine, theirs in zip(own, now, strict=False)]
+        if isinstance(own, tuple):
+            return False
+        items += list(now)[len(own) :]
+        own.clear()
+        own.extend(items)
+    return True
+
+
+def compares_apart(code: str, program: Collection[str]) -> bool:
+    """Say whether a test never sets what comes from the program against what the program may have changed.
+
+    In `assert f(x) == sorted(x)` a function that empties x and returns [] would set the goal itself. In
+    `n = f(x); assert n == 2 and x[:n] == [1, 2]` the goals are the test's.
+
+    Args:
+        code: The test; a long one counts as if it did.
+        program: The names that may be the program's.
+    """
+    if len(code) > MAX_ANALYSED:
+        return False
+    nodes = list(ast.walk(ast.parse(code)))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    touched = set(program) - {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    functions = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    functions |= {id(node.value) for node in nodes if isinstance(node, ast.Assign)}
+    if any(name.id in touched and id(name) not in functions for name in names):
+        return False  # it goes where this does not look, as in `check(f)`
+    size = -1
+    while size != len(touched):  # until no further name depends on them
+        size = len(touched)
+        for node in nodes:
+            if isinstance(node, ast.Call) and _depends(node.func, touched):
+                parts = (*node.args, *(word.value for word in node.keywords))
+                touched |= {name for part in parts for name in _names_in(part)}
+            elif isinstance(node, _BINDS):
+                source = node.iter if isinstance(node, ast.For | ast.comprehension) else node.value
+                if source is not None and _depends(source, touched):
+                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                    touched |= {name for target in targets for name in _names_in(target)}
+    return not any(_is_circular(node, touched) for node in nodes)
+
+
+_BINDS = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.For | ast.comprehension
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def _depends(node: ast.AST, names: Collection[str]) -> bool:
+    return not _names_in(node).isdisjoint(names)
+
+
+def _is_circular(node: ast.AST, touched: Collection[str]) -> bool:
+    """Say whether an expression brings together two parts that depend on the program; a call of it alone does not."""
+    if isinstance(node, ast.FunctionDef | ast.Lambda | ast.ClassDef):
+        return True  # its names are its own
+    if not isinstance(node, ast.expr | ast.comprehension) or isinstance(
+        node, ast.BoolOp | ast.Tuple | ast.List
+    ):
+        return False
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+        return False
+    if isinstance(node, ast.Call) and _depends(node.func, touched):
+        return False
+    return sum(_depends(child, touched) for child in ast.iter_child_nodes(node)) > 1
 
 
 _REFUSED = "the program gave an object, whose attributes tests read and set only if the problem has objects"
@@ -378,6 +496,7 @@ def _read_kinds(data: bytes) -> dict[str, str]:
 def _attempt(connection: _Connection, code: str, scope: _Names) -> tuple[str, str, int]:
     """Run a piece of test code; return its status, the error, and how often it called the program."""
     connection.num_calls, connection.untestable = 0, ""
+    connection.are_arguments_trusted = None
     connection.raised.clear()
     status, message = "ok", ""
     try:
@@ -386,6 +505,7 @@ def _attempt(connection: _Connection, code: str, scope: _Names) -> tuple[str, st
         return "wrong", f"the test does not compile: {error}", 0
     except Exception as error:  # not the program's fault
         return "infra_error", f"the test does not compile: {error}"[:500], 0
+    connection.code, connection.program = code, {*scope.kinds, *scope.entries}
     try:
         exec(compiled, scope)
     except BaseException as error:
