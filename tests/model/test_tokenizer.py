@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from needs import SHARED, needs, require
+from tokenizers import decoders, models, normalizers
 
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
@@ -515,3 +517,23 @@ def test_lone_surrogate_in_a_config_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(r'{"bos_token": "\ud800"}')
     with pytest.raises(UserError, match="not JSON"):
         Tokenizer.load(tmp_path)
+
+
+def test_a_part_of_a_character_has_its_bytes() -> None:
+    """By the definition of UTF-8: the bytes of all tokens, one after the other, are those of the text."""
+    text = "a 中😀é\ufffd."
+    for tokenizer in (Tokenizer.bytes(("<think>",)), byte_fallback()):
+        rows = [tokenizer.token_bytes(index) for index in tokenizer.encode(text)]
+        assert b"".join(bytes(row or ()) for row in rows).removeprefix(b" ") == text.encode()
+    assert Tokenizer.bytes().token_bytes(0xE4) == [0xE4]
+    assert Tokenizer.bytes(("<think>",)).token_bytes(258) == list(b"<think>")
+
+
+def byte_fallback() -> Tokenizer:
+    """A tokenizer with `<0xE4>` for a byte, as Llama 2's."""
+    words = {"<unk>": 0, "▁": 1, "a": 2, ".": 3} | {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=words, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps)
+    return Tokenizer(backend, roles={"unk_token": "<unk>"})

@@ -15,7 +15,8 @@ uvicorn = pytest.importorskip("uvicorn", reason="whet serve is an extra: pip ins
 import httpx  # noqa: E402
 
 from whet.serve import headers  # noqa: E402
-from whet.serve.serve import listen  # noqa: E402
+from whet.serve.api import Guard  # noqa: E402
+from whet.serve.serve import LOCAL, listen  # noqa: E402
 
 MOST = 8
 
@@ -32,15 +33,10 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(headers, "HEADERS_S", 1.0)
-    options = uvicorn.Config(
-        app,
-        http=headers.impatient(MOST - 1),
-        h11_max_incomplete_event_size=headers.MAX_HEADER_BYTES,
-        limit_concurrency=MOST,
-        lifespan="off",
-        log_level="error",
-        timeout_graceful_shutdown=1,
-    )
+    yield from running(headers.server_config(app, lambda *_: None, max_connections=MOST, grace_s=1))
+
+
+def running(options: uvicorn.Config) -> Iterator[int]:
     server, listener = uvicorn.Server(options), listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -120,3 +116,150 @@ def test_headers_have_a_size(line: bytes, port: int) -> None:
         except ConnectionError:
             return
         assert answer.startswith(b"HTTP/1.1 400") or answer == b""
+
+
+KEY = b"Authorization: Bearer secret\r\n"
+
+
+@pytest.fixture
+def guarded() -> Iterator[int]:
+    """A server with a key, whose app says how large a body was."""
+    guard = Guard(app, api_key="secret", hosts=frozenset())
+    yield from running(headers.server_config(guard, guard.refuse, max_connections=64, grace_s=1))
+
+
+def head(path: str = "/v1/x", more: bytes = b"", method: str = "POST") -> bytes:
+    return f"{method} {path} HTTP/1.1\r\nHost: a\r\n".encode() + more + b"\r\n"
+
+
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+CHUNK = b"1\r\na\r\n"
+
+
+def answers(client: socket.socket) -> bytes:
+    """All that comes until the server closes its side."""
+    found = b""
+    while part := client.recv(65536):
+        found += part
+    return found
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        head(more=b"Content-Length: 1000000\r\n"),
+        head(more=CHUNKED + b"Authorization: Bearer wrong\r\n"),
+        head(more=b"Authorization: Basic secret\r\n"),
+        head("/v1/models", method="GET"),
+        head("/health", CHUNKED, "GET"),  # what needs no key takes no body
+    ],
+)
+def test_who_has_no_key_is_answered_at_the_headers_and_hung_up_on(sent: bytes, guarded: int) -> None:
+    with connected(guarded, sent) as client:
+        for _ in range(20):  # it goes on sending, and sees the answer
+            client.sendall(CHUNK * 100)
+        reply = answers(client)
+        status = b"400" if b"/health" in sent else b"401"
+        assert reply.startswith(b"HTTP/1.1 " + status)
+        assert b"connection: close" in reply
+        assert reply.endswith(b"}")  # one answer, whatever came after it
+        assert lasts(client) < 5
+
+
+def lasts(client: socket.socket) -> float:
+    """Seconds until nothing can be sent any more; 10 at most."""
+    began = time.monotonic()
+    while (took := time.monotonic() - began) < 10:
+        try:
+            client.sendall(CHUNK)
+        except ConnectionError:
+            break
+        time.sleep(0.05)
+    return took
+
+
+@pytest.mark.parametrize("scheme", [b"Bearer ", b"bearer ", b"BEARER   "])
+def test_the_schemes_name_has_no_case(scheme: bytes, guarded: int) -> None:
+    more = b"Authorization: " + scheme + b"secret\r\nConnection: close\r\nContent-Length: 2\r\n"
+    with connected(guarded, head(more=more) + b"ab") as client:
+        assert b"\r\n2\r\n" in answers(client)
+
+
+def chunks(text: bytes, size: int) -> bytes:
+    rows = [text[at : at + size] for at in range(0, len(text), size)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(row), row) for row in rows) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (chunks(b"a" * 200, 1), b"\r\n200\r\n"),  # a few small ones are nobody's harm
+        (chunks(b"a" * 10**6, 300), b"\r\n1000000\r\n"),
+        (chunks(b"a" * 10**6, 9), b"too many parts: "),
+        (chunks(b"a" * 600_000, 1), b"too many parts: "),
+        ((b"1;" + b"x" * 30_000 + b"\r\na\r\n") * 9, b"more framing than content"),
+    ],
+    ids=["few", "long", "short", "bytes", "extensions"],
+)
+def test_chunks_and_bytes_on_the_wire_are_counted(body: bytes, expected: bytes, guarded: int) -> None:
+    with connected(guarded, head(more=KEY + CHUNKED + b"Connection: close\r\n")) as client:
+        client.sendall(body)
+        reply = answers(client)
+        assert expected in reply
+        assert reply.startswith(b"HTTP/1.1 200" if expected.startswith(b"\r\n") else b"HTTP/1.1 400")
+
+
+def test_few_requests_are_taken_ahead_of_the_answer(guarded: int) -> None:
+    ask, last = head("/health", method="GET"), head("/health", b"Connection: close\r\n", "GET")
+    for count in (headers.MAX_AHEAD, 5000):
+        with connected(guarded, ask * count + last) as client:
+            assert answers(client).count(b"HTTP/1.1 200") == headers.MAX_AHEAD + 1
+
+
+@pytest.mark.parametrize("upgrade", [b"websocket", b"h2c"])
+def test_no_protocol_is_switched_to(upgrade: bytes, guarded: int) -> None:
+    more = b"Connection: Upgrade\r\nUpgrade: " + upgrade + b"\r\nSec-WebSocket-Version: 13\r\n"
+    with connected(guarded, head("/v1/x", more + b"Sec-WebSocket-Key: YQ==\r\n", "GET")) as client:
+        assert answers(client).startswith(b"HTTP/1.1 401")
+
+
+def test_a_turn_is_short(guarded: int) -> None:
+    """Bodies in the smallest parts that are allowed go on side by side with another client's requests."""
+    rows = chunks(b"a" * 256 * 12_000, 256)
+    with ExitStack() as stack:
+        for _ in range(4):
+            client = stack.enter_context(connected(guarded, head(more=KEY + CHUNKED)))
+            threading.Thread(target=client.sendall, args=(rows,), daemon=True).start()
+        waits = []
+        for _ in range(20):
+            began = time.monotonic()
+            with connected(guarded, head("/health", method="GET")) as client:
+                assert client.recv(12) == b"HTTP/1.1 200"
+            waits.append(time.monotonic() - began)
+        assert sorted(waits)[10] < 0.3
+
+
+@pytest.mark.parametrize(
+    ("host", "is_taken"),
+    [
+        ("localhost", True),
+        ("LocalHost:8000", True),
+        ("127.0.0.1:1", True),
+        ("[::1]:8000", True),
+        ("localhost:", True),
+        ("localhost:evil.com", False),
+        ("localhost:80:evil.com", False),
+        ("[localhost]", False),
+        ("evil.com", False),
+        ("localhost.evil.com", False),
+        ("evil.com#localhost", False),
+        ("localhost/health", False),
+        ("user@localhost", False),
+        ("", False),
+    ],
+)
+def test_only_names_of_this_machine_are_answered(host: str, is_taken: bool) -> None:
+    guard = Guard(app, api_key="", hosts=LOCAL)
+    error = guard.refuse(b"/v1/models", [(b"host", host.encode())])
+    assert (error is None) == is_taken
+    assert error is None or error.status == 403

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,15 +15,19 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
+from whet.algo.packing import TrainingSequence, pack
+from whet.generate import engine as engine_module
 from whet.generate.engine import Completion, Engine, Request
 from whet.generate.policy import Policy
 from whet.generate.rows import Job, Rows, Token
 from whet.generate.sampling import SamplingParams
+from whet.generate.scoring import score_micro_batch
 from whet.model.config import ModelConfig
 from whet.model.text.template import BASE_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import build_model
 from whet.schema import SCHEMAS
+from whet.serve import scheduler as scheduler_module
 from whet.serve.scheduler import Ask, BusyError, Event, Scheduler
 from whet.serve.stream import ResponseText, StopText, TokenText, chat_prompt
 from whet.types import UserError
@@ -38,8 +44,12 @@ SHAPE = ModelConfig(
 )
 
 
-def make_policy(max_rows: int = 3) -> Policy:
-    model = build_model(SHAPE)
+WIDE = {"hidden_size": 64, "head_dim": 16}
+"""Sizes that the C++ kernels take."""
+
+
+def make_policy(max_rows: int = 3, **shape: Any) -> Policy:
+    model = build_model(replace(SHAPE, **shape))
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():  # logits of a few units: far from uniform
@@ -228,6 +238,165 @@ def test_a_failing_step_is_told_and_survived(scheduler: Scheduler, monkeypatch: 
     future = scheduler.score([(5, 10_000)], 1)  # an id that nobody checked
     assert future.exception(timeout=60) is not None
     assert scheduler.score([(5, 6)], 1).result(timeout=60)
+
+
+def engine_of(policy: Policy, stops: tuple[str, ...] = ()) -> Engine:
+    strings = (*policy.stop_strings, *stops)
+    return Engine(
+        policy.model, stop_ids=policy.stop_ids, stop_strings=strings, decode=policy.tokenizer.decode
+    )
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Note each call of the engine: what it does, rows that live before it, and tokens that it reads."""
+    monkeypatch.setattr(engine_module, "PIECE_TOKENS", 32)
+    monkeypatch.setattr(scheduler_module, "PIECE_TOKENS", 32)
+    done: list[tuple[str, int, int]] = []
+    live: list[int] = [0]
+
+    def note(name: str) -> None:
+        original = getattr(Engine, name)
+
+        def noted(self: Engine, *arguments: Any) -> Any:
+            before, count = live[0], 0
+            result = original(self, *arguments)
+            if name == "read":
+                count = arguments[0].num_read % 32 or 32
+            else:
+                live[0] = len(arguments[0].jobs)
+                prompts = {id(job.request): job.request.prompt_ids for job in arguments[0].jobs[before:]}
+                count = sum(map(len, prompts.values()))
+            if name != "harvest":
+                done.append((name, before, count))
+            return result
+
+        monkeypatch.setattr(Engine, name, noted)
+
+    for name in ("decode", "admit", "read", "harvest"):
+        note(name)
+    return done
+
+
+def test_every_second_step_decodes_and_no_step_reads_more_than_a_piece(
+    policy: Policy, scheduler: Scheduler, steps: list[tuple[str, int, int]]
+) -> None:
+    """A stream beside clients that ask for one token each, one after the other, for long prompts, and for scores."""
+    stop, texts = threading.Event(), [tuple(range(60, 160)), tuple(range(40, 150))]
+
+    def ask_again(length: int, count: int) -> None:
+        params = SamplingParams(max_new_tokens=count)
+        while not stop.is_set():
+            scheduler.generate([Request(prompt_ids=tuple(range(60, 60 + length)), seeds=(3,))], params)
+
+    def score_again() -> None:
+        while not stop.is_set():
+            scheduler.score(texts, 1).result(timeout=60)
+
+    busy = [threading.Thread(target=ask_again, args=(length, 1)) for length in (4, 30, 32, 100)]
+    busy.append(threading.Thread(target=score_again))
+    for thread in busy:
+        thread.start()
+    while not steps:
+        time.sleep(0.001)
+    inbox, ask = Inbox(), long_ask(length=40)
+    scheduler.submit([ask], inbox)
+    (end,) = inbox.wait(1).values()
+    stop.set()
+    for thread in busy:
+        thread.join(60)
+    assert {name for name, _, _ in steps} == {"decode", "admit", "read"}
+    reads = [place for place, (name, live, _) in enumerate(steps) if name != "decode" and live]
+    assert all(later - before > 1 for before, later in pairwise(reads))
+    assert max(count for name, _, count in steps if name != "decode") <= 32
+    scheduler.close()
+    assert [[end]] == engine_of(policy).generate([ask.request], ask.params)
+
+
+def test_long_prompts_are_served_as_the_engine_generates(
+    policy: Policy, scheduler: Scheduler, steps: list[tuple[str, int, int]]
+) -> None:
+    asks = [
+        Ask(
+            request=Request(prompt_ids=tuple(range(40, 40 + length)), seeds=tuple(range(count))),
+            params=PARAMS[length % 4],
+            num_top=1 if length % 3 == 0 else None,
+        )
+        for length, count in ((88, 5), (33, 1), (32, 2), (5, 4), (64, 1), (65, 3))
+    ]
+    inboxes = [Inbox() for _ in asks]
+    for ask, inbox in zip(asks, inboxes, strict=True):
+        scheduler.submit([ask], inbox)
+    text = tuple(range(30, 127))
+    (scored,) = scheduler.score([text], 2).result(timeout=60)
+    served = [inbox.wait(len(ask.request.seeds)) for ask, inbox in zip(asks, inboxes, strict=True)]
+    scheduler.close()
+    for ask, ends in zip(asks, served, strict=True):
+        (alone,) = engine_of(policy).generate([ask.request], ask.params)
+        assert [ends[place] for place in range(len(alone))] == alone
+    micro = pack([TrainingSequence(prompt_ids=text[:1], completion_ids=text[1:])], token_budget=200)
+    with torch.no_grad():
+        trained = score_micro_batch(policy.model, micro.micro_batches[0], temperature=1.0)[0]
+    assert [token.logprob for token in scored] == [None, *trained.tolist()]
+
+
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize(
+    "params",
+    [*PARAMS, SamplingParams(max_new_tokens=20, top_k=1), SamplingParams(max_new_tokens=9, top_p=1e-9)],
+)
+def test_logits_that_are_no_numbers_concern_their_row_alone(params: SamplingParams) -> None:
+    policy = make_policy(max_rows=8, tie_embeddings=False, **WIDE)
+    with torch.no_grad():
+        policy.model.get_parameter("model.embed_tokens.weight")[200] = float("nan")
+    policy.model.num_valid_tokens = 200  # it is never drawn
+    good = Ask(request=Request(prompt_ids=(65, 66), seeds=(1, 2)), params=params)
+    bad = Ask(request=Request(prompt_ids=(65, 200), seeds=(1, 2)), params=params, num_top=1)
+    inboxes = [Inbox() for _ in range(3)]
+    with Scheduler(policy, context=128, max_waiting=100) as scheduler:
+        scheduler.generate([good.request], params)  # the engine looks at the first prompts' logits by itself
+        for ask, inbox in zip((good, bad, good), inboxes, strict=True):
+            scheduler.submit([ask], inbox)
+        served = [inbox.wait(2) for inbox in inboxes]
+        with pytest.raises(RuntimeError, match="not finite numbers"):
+            scheduler.score([(65, 66), (65, 200, 66)], 1).result(timeout=60)
+    assert all("not finite numbers" in str(end) for end in served[1].values())
+    (alone,) = engine_of(policy).generate([good.request], params)
+    assert [served[0][0], served[0][1]] == [served[2][0], served[2][1]] == alone
+
+
+@pytest.mark.parametrize("where", ["decode", "admit"])
+def test_a_row_that_fails_takes_no_other_with_it(
+    where: str, scheduler: Scheduler, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, rotten = getattr(Engine, where), 71
+
+    class PanicError(BaseException):
+        """As pyo3's, which is no Exception."""
+
+    def fails(self: Engine, state: Rows, *more: Any) -> None:
+        original(self, state, *more)
+        if any(rotten in job.request.prompt_ids for job in state.jobs):
+            raise PanicError("one row is rotten")
+
+    asks = [Ask(request=Request(prompt_ids=(65, 80 + n), seeds=(n,)), params=PARAMS[n % 4]) for n in range(5)]
+    asks.insert(2, Ask(request=Request(prompt_ids=(70, rotten), seeds=(5,)), params=PARAMS[0]))
+    inboxes = [Inbox() for _ in asks]
+    scheduler.submit([long_ask(length=3)], first := Inbox())
+    first.wait(1)
+    monkeypatch.setattr(Engine, where, fails)
+    for ask, inbox in zip(asks, inboxes, strict=True):
+        scheduler.submit([ask], inbox)
+    ends = [inbox.wait(1)[0] for inbox in inboxes]
+    scheduler.close()
+    monkeypatch.undo()
+    for ask, inbox, end in zip(asks, inboxes, ends, strict=True):
+        if rotten in ask.request.prompt_ids:
+            assert str(end) == "PanicError: one row is rotten"
+            continue
+        (alone,) = engine_of(policy).generate([ask.request], ask.params)
+        assert [end] == alone
+        assert [token.id for token in inbox.tokens[0]] == list(alone[0].ids)  # none is sent twice
 
 
 def test_closing_tells_everyone(endless: threading.Event) -> None:

@@ -33,7 +33,7 @@ from whet.algo.packing import TrainingSequence, pack
 from whet.eval.chess.games import Player
 from whet.generate.engine import Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy
-from whet.generate.rows import Token
+from whet.generate.rows import Completion, Token
 from whet.generate.sampling import SamplingParams
 from whet.generate.scoring import score_micro_batch
 from whet.model.config import ModelConfig
@@ -44,6 +44,7 @@ from whet.serve import api as serve_api
 from whet.serve import openai as serve_reply
 from whet.serve import serve
 from whet.serve.chess.table import Table
+from whet.serve.headers import server_config
 from whet.serve.openai import Reply, choice_seeds, parse_chat
 from whet.serve.scheduler import Scheduler
 from whet.serve.serve import ServeConfig
@@ -60,6 +61,8 @@ CHATML = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 NAME = "tiny"
+HTTP = httpx.Client(timeout=60, verify=False)
+"""Made once: each has a TLS context, which takes longer than most requests here."""
 START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
 
 
@@ -103,12 +106,8 @@ class Running:
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(
-            f"{self.url}{path}",
-            content=content,
-            headers={"content-type": "application/json"} | headers,
-            timeout=60,
-        )
+        json_type = {"content-type": "application/json"}
+        return HTTP.post(f"{self.url}{path}", content=content, headers=json_type | headers)
 
     def await_idle(self) -> None:
         deadline = time.monotonic() + 60
@@ -132,7 +131,7 @@ def run_server(
         if board:
             chess = serve_api.Board(serve.make_table(policy, scheduler), title="chess", path=serve_api.CHESS)
         app = serve_api.make_app(api, api_key=api_key, hosts=serve.LOCAL, board=chess)
-        options = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1)
+        options = server_config(app, app.refuse, max_connections=256, grace_s=1)
         server = uvicorn.Server(options)
         listener = serve.listen("127.0.0.1", 0)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -366,6 +365,101 @@ def test_a_stop_string_is_cut_from_the_text(server: Running, twin: Policy) -> No
     assert whole.choices[0].finish_reason == "stop"
 
 
+def replies(server: Running, body: dict[str, Any]) -> list[tuple[str, str, str | None]]:
+    """The thinking, content and reason of a chat, in one piece and streamed."""
+    whole = server.post(CHAT, body).json()["choices"][0]
+    found = [(whole["message"]["reasoning_content"], whole["message"]["content"], whole["finish_reason"])]
+    thinking, content, reason = "", "", None
+    for line in server.post(CHAT, body | {"stream": True}).text.splitlines():
+        for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+            thinking += choice["delta"].get("reasoning_content", "")
+            content += choice["delta"].get("content", "")
+            reason = choice["finish_reason"] or reason
+    return [*found, (thinking, content, reason)]
+
+
+def test_a_stop_string_is_looked_for_in_the_content_alone(server: Running, twin: Policy) -> None:
+    """A client that does not see the thinking does not stop it; the row of a completion that ended is free."""
+    asked = messages("1+1=")
+    texts = by_the_engine(twin, chat_prompt(twin, asked), 3, SamplingParams(max_new_tokens=120), 32)
+    seeds, pairs = choice_seeds(3, 32), [split(text) for text in texts]
+    tried = {True: 0, False: 0}
+    for seed, (thinking, content) in zip(seeds, pairs, strict=True):
+        letters = [letter for letter in thinking if letter.isascii() and letter.isalnum()]
+        if len(content) < 4 or not letters:
+            continue
+        stop = next((letter for letter in letters if letter in content), letters[0])
+        if tried[stop in content] == 2:
+            continue
+        tried[stop in content] += 1
+        body = {"model": NAME, "messages": asked, "seed": seed, "max_tokens": 120, "stop": [stop]}
+        for got in replies(server, body):
+            assert got[:2] == (thinking, content.partition(stop)[0])
+            assert got[2] == "stop" or stop not in content
+    assert tried[True]
+    server.await_idle()
+
+
+@pytest.mark.parametrize("stop", ["\n\n", "Step", "</think>", "7", "2", "72", "<answer>"])
+def test_what_a_chat_shows_is_what_stops_it(stop: str) -> None:
+    said = "Let me add.\n\nStep one.</think>\n\n<answer>72</answer>"
+    policy = make_policy()
+    asked = parse_chat({"messages": [{"role": "user", "content": "x"}], "stop": [stop]}, 99)
+    choice = serve_reply.Choice(policy, (65,), asked, splits=True)
+    content, thinking = "", ""
+    events: list[Any] = [Token(index) for index in policy.tokenizer.encode(said)]
+    for event in [*events, Completion(ids=(), logprobs=(), finish_reason="length")]:
+        if choice.finish_reason is None:
+            delta = choice.push(event)
+            content, thinking = content + delta.text, thinking + delta.thinking
+    assert content == "72".partition(stop)[0]
+    assert thinking == "Let me add.\n\nStep one."
+    assert choice.finish_reason == ("stop" if stop in "72" else "length")
+
+
+EXTREMES: list[dict[str, Any]] = [
+    *({"temperature": value} for value in (1e-37, 5e-324, 1e-45, 9.99e-6, 1e-5, 9.999999)),
+    *({"top_p": value} for value in (5e-324, 1e-45, 0.9999999999999999)),
+    *({"min_p": value} for value in (5e-324, 1e-45, 0.9999999999999999)),
+    *({"top_k": value} for value in (-1, 1, 10**30)),
+    {"temperature": 1e-5, "top_p": 1e-300, "min_p": 0.9999999, "top_k": 1},
+    *({"max_tokens": value} for value in (1, 10**30)),
+    *({"seed": value} for value in (-(2**63), 2**63 - 1)),
+    *({"temperature": value} for value in (-0.0, -5e-324, 10.0, 1e308)),
+    *({"logit_bias": {"1": value}} for value in (-100, 1e308)),
+    *({name: value} for name in ("presence_penalty", "frequency_penalty") for value in (5e-324, -1e308)),
+    {"stop": ["\x00", "\U0010ffff", " " * 5000]},
+]
+
+
+def test_extremes_of_sampling_concern_nobody_else(server: Running, twin: Policy) -> None:
+    honest = GOOD_TEXT | {"max_tokens": 60, "seed": 9, "stream": True}
+    (expected,) = by_the_engine(twin, tuple(b"hi"), 9, SamplingParams(max_new_tokens=60))
+    text: list[str] = []
+    seen = {200: 0, 400: 0}
+    for extreme in EXTREMES:
+        beside = threading.Thread(target=lambda: text.append(server.post(TEXT, honest).text))
+        beside.start()
+        reply = server.post(TEXT, GOOD_TEXT | {"logprobs": 2, "n": 2} | extreme)
+        assert reply.status_code in seen, (extreme, reply.text)
+        seen[reply.status_code] += 1
+        beside.join(60)
+    assert seen[200] > 15
+    assert seen[400] > 5
+    for stream in text:
+        rows = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+        assert "".join(row["choices"][0]["text"] for row in rows) == expected
+    greedy = server.post(TEXT, GOOD_TEXT | {"temperature": 0}).json()["choices"]
+    assert server.post(TEXT, GOOD_TEXT | {"temperature": 1e-37}).json()["choices"] == greedy
+
+
+def test_logprobs_have_the_bytes_of_part_characters(server: Running) -> None:
+    body = {"model": NAME, "messages": messages("é"), "seed": 4, "max_tokens": 80, "logprobs": True}
+    rows = server.post(CHAT, body).json()["choices"][0]["logprobs"]["content"]
+    assert any("\ufffd" in row["token"] for row in rows)
+    assert all(bytes(row["bytes"]).decode(errors="replace") == row["token"] for row in rows)
+
+
 @pytest.mark.ci
 def test_sixty_four_streams_at_once(server: Running, twin: Policy) -> None:
     """Eight rows, 64 clients, four kinds of sampling: nothing mixed, and the server is alive afterwards."""
@@ -500,7 +594,7 @@ def test_a_client_that_leaves_frees_its_row() -> None:
 
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-GOOD_CHAT = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+GOOD_CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 GOOD_TEXT = {"model": NAME, "prompt": "hi", "max_tokens": 2}
 BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"model": "gpt-5"}, 404, "the model 'gpt-5' does not exist; this server has 'tiny'"),
@@ -538,6 +632,29 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"top_logprobs": 3}, 400, "top_logprobs needs logprobs = true"),
     (CHAT, {"frequency_penalty": 0.5}, 400, "frequency_penalty is not supported by this server"),
     (CHAT, {"tools": [{"type": "function"}]}, 400, "tools is not supported"),
+    (
+        CHAT,
+        {
+            "messages": [
+                {"role": "assistant", "content": "", "tool_calls": [{"id": "a"}]},
+                *GOOD_CHAT["messages"],
+            ]
+        },
+        400,
+        "messages[0].tool_calls is not supported by this server",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "content": None, "function_call": {"name": "f"}}]},
+        400,
+        "messages[0].function_call is not supported",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "tool", "content": "4", "tool_call_id": "a"}]},
+        400,
+        "messages[0].tool_call_id is not supported",
+    ),
     (CHAT, {"temprature": 1}, 400, "Unrecognized request argument supplied: temprature"),
     (
         CHAT,

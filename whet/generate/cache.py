@@ -217,6 +217,27 @@ class KVCache:
         prompt_values = self.prompt_values.unflatten(3, (-1, TILE))
         own_values[:, target, :, 0] = prompt_values[:, slots, :, tiles].transpose(0, 1)
 
+    def write(self, layer: int, home: int, keys_NKC: torch.Tensor, values_NKC: torch.Tensor) -> None:
+        """Store the keys and values of a whole prompt, which was read before, in its slot from `place`."""
+        count = keys_NKC.shape[0]
+        if self.is_tiled:
+            cached = self.prompt_keys[layer], self.prompt_values[layer]
+            rows_N = torch.full((count,), home)
+            cpu_attention.write_cache(keys_NKC, values_NKC, *cached, rows_N, torch.arange(count))
+            return
+        for tensor, new_NKC in zip(self.of_layer(layer), (keys_NKC, values_NKC), strict=True):
+            tensor[home, :, :count] = new_NKC.transpose(0, 1).to(tensor.dtype)
+
+    def recount(self, num_live: int) -> None:
+        """Count the rows of each prompt's slot again, after an admission that failed.
+
+        Args:
+            num_live: Rows 0..B-1 that live.
+        """
+        slots = self.shared_B2[:num_live, 0].tolist() if self.is_tiled else []
+        for number, slot in enumerate(self._slots):
+            slot.num_rows = slots.count(number)
+
     def leave(self, rows: Sequence[int]) -> None:
         """Free rows, and the slots of prompts without further rows."""
         for slot in self.shared_B2[list(rows), 0].tolist() if self.is_tiled else ():

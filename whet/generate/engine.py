@@ -20,6 +20,7 @@ from whet.generate.activations import NOWHERE, Activations
 from whet.generate.cache import CacheSize, Decode, KVCache, Prefill
 from whet.generate.fused import FUSED_PREFILL, can_fuse, fuse, prefill, row_state
 from whet.generate.graphs import StaticSteps, static_steps
+from whet.generate.pieces import PIECE_TOKENS, Pieces, Reading
 from whet.generate.plain import PlainSteps, can_step
 from whet.generate.rows import (
     Completion,
@@ -38,7 +39,7 @@ from whet.kernels import dispatch
 from whet.kernels.cpu import head as cpu_head
 from whet.kernels.cpu.layers import Layers
 from whet.kernels.cpu.ops import CHANNELS
-from whet.model.attention import KEY_QUANTUM, AttentionKind, Packed, round_up
+from whet.model.attention import KEY_QUANTUM, AttentionKind, round_up
 from whet.model.config import has_own_rules
 from whet.model.lora.several import Several
 from whet.model.quant import dense_copies
@@ -54,8 +55,6 @@ CHECK_EVERY_GPU = 8
 """Steps between looks at which rows have ended, on a GPU: each look waits for everything launched before it."""
 CHECK_EVERY_TEXT = 4
 """Steps between searches for stop strings: they decode text on the host, and a late find only costs drawn tokens."""
-SCORE_ROWS = 1024
-"""Rows of logits that `score` holds at once."""
 
 
 @dataclass(slots=True)
@@ -406,8 +405,23 @@ class Engine:
                         state.jobs[row].prompt_experts = text
         self._cache.give(homes, rows, lengths)
         ends = torch.tensor(lengths, device=self.device).cumsum(0) - 1
-        repeats = torch.tensor([len(rows) for _, rows in prompts], device=self.device)
-        logits = self._logits(hidden.index_select(0, ends))
+        self.stats.prompt_tokens += tokens
+        self._start(state, first, hidden.index_select(0, ends), lengths, [len(members) for members in rows])
+
+    def _start(
+        self, state: Rows, first: int, last_PD: torch.Tensor, lengths: Sequence[int], counts: Sequence[int]
+    ) -> None:
+        """Set up the rows from `first` on, whose prompts were read, and draw their first tokens.
+
+        Args:
+            state: Live rows, with the new jobs.
+            first: First new row.
+            last_PD: Hidden state of each prompt's last token.
+            lengths: Tokens of each prompt.
+            counts: Rows of each prompt.
+        """
+        repeats = torch.tensor(counts, device=self.device)
+        logits = self._logits(last_PD)
         if not self._is_checked:
             self._check_logits(logits)
         logits = logits.repeat_interleave(repeats, dim=0)
@@ -420,8 +434,50 @@ class Engine:
             flags[new] = 0
         if not dispatch.runs_cpp(logits):  # the kernel that draws makes its own noise, the same numbers
             state.draw_noise(new, max(self._limit(job) for job in state.jobs[new]))
-        self.stats.prompt_tokens += tokens
         self._append(logits, state, new)
+
+    def give_up(self, state: Rows, num_live: int) -> None:
+        """Take back an admission that failed, or with `num_live` = 0 all rows, whose state is then unknown."""
+        assert self._cache is not None
+        del state.jobs[num_live:]
+        self._cache.recount(num_live)
+
+    def begin(self, ids: Sequence[int], adapter: str = "") -> Reading:
+        """Return a text to be read by `read`, inside one `session`; its images, if any, are not cut."""
+        return Reading(ids, adapter, Pieces(len(ids), self.device, self._attention))
+
+    def read(self, reading: Reading) -> torch.Tensor:
+        """Read the next piece of a text; return its hidden states [N, D]."""
+        first = reading.num_read
+        piece = reading.ids[first : first + PIECE_TOKENS]
+        tokens = torch.tensor(piece, device=self.device)
+        positions = torch.arange(first, first + len(piece), device=self.device)
+        reading.context.begin(len(piece))
+        with nullcontext() if self._several is None else self._several.all_rows(reading.adapter):
+            hidden = self.model(tokens, positions, reading.context)
+        reading.num_read += len(piece)
+        reading.last_1D = hidden[len(piece) - 1 : len(piece)]
+        return hidden
+
+    def admit_read(self, state: Rows, reading: Reading, jobs: Sequence[Job]) -> None:
+        """Admit jobs of one prompt that was read piece by piece, and draw their first tokens.
+
+        Args:
+            state: Live rows; at least one is free for each job.
+            reading: The prompt, complete.
+            jobs: The jobs, of one request.
+        """
+        assert self._cache is not None
+        assert reading.last_1D is not None
+        first, length = len(state.jobs), len(reading.ids)
+        state.jobs += jobs
+        rows = list(range(first, len(state.jobs)))
+        homes = self._cache.place([jobs[0].request], [rows])
+        reading.context.store(self._cache, homes[0])
+        self._cache.give(homes, [rows], [length])
+        state.bases[first : len(state.jobs)] = NOWHERE
+        self.stats.prompt_tokens += length
+        self._start(state, first, reading.last_1D, [length], [len(rows)])
 
     def _places(self, state: Rows, prompts: Sequence[tuple[Request, list[int]]]) -> torch.Tensor:
         """Choose where the activations of new rows are kept; return the places of their prompts' tokens."""
@@ -578,18 +634,21 @@ class Engine:
         del state.jobs[kept:]
         return jobs
 
-    def score(self, prompt_ids: Sequence[int], num_top: int, adapter: str = "") -> list[Token]:
-        """Score a text's own tokens, inside a `session`; the first has no score, since nothing stands before it."""
-        length = len(prompt_ids)
-        ids = torch.tensor(prompt_ids, device=self.device)
-        context = Packed([length], self.device, self._attention)
-        with nullcontext() if self._several is None else self._several.all_rows(adapter):
-            hidden = self.model(ids, torch.arange(length, device=self.device), context)
-        tokens = [Token(prompt_ids[0])]
-        for start in range(0, length - 1, SCORE_ROWS):
-            stop = min(start + SCORE_ROWS, length - 1)
-            tokens += noted(self._logits(hidden[start:stop]), ids[start + 1 : stop + 1], num_top)
-        return tokens
+    def score(self, prompt_ids: Sequence[int], num_top: int, adapter: str = "") -> Iterator[list[Token]]:
+        """Score a text's own tokens, inside a `session`: yield those of each piece that was read.
+
+        The first token has no score, since nothing stands before it.
+        """
+        reading, length = self.begin(prompt_ids, adapter), len(prompt_ids)
+        while not reading.is_read:
+            first = reading.num_read
+            hidden_ND = self.read(reading)
+            scored = range(first + 1, min(reading.num_read, length - 1) + 1)
+            targets = torch.tensor([prompt_ids[place] for place in scored], device=self.device)
+            tokens = [] if first else [Token(prompt_ids[0])]
+            if len(targets):
+                tokens += noted(self._logits(hidden_ND[: len(targets)]), targets, num_top)
+            yield tokens
 
 
 def _completions(jobs: Sequence[Job]) -> list[Completion]:

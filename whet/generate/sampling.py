@@ -18,6 +18,8 @@ CDF_BLOCK = 128
 SMALL_VOCABULARY = 1024
 NUCLEUS_GUESS = 256
 LARGEST_UNIFORM = 1 - 2.0**-25
+LEAST_TEMPERATURE = 1e-5
+"""Below it logits divided by the temperature may overflow float32; the draws are greedy ones long before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +38,10 @@ class SamplingParams:
     """Longest completion in tokens, including the stop token."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < 10:
-            raise ValueError(f"temperature = {self.temperature}: expected 0 (greedy) to 10")
+        if not (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < 10):
+            raise ValueError(
+                f"temperature = {self.temperature}: expected 0 (greedy) to 10, not between 0 and {LEAST_TEMPERATURE:g}"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k = {self.top_k}: expected 0 (all) or more")
         if not 0 < self.top_p <= 1:
@@ -118,6 +122,7 @@ def _nucleus_floor(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
         values, indices = probs[rows].topk(count, dim=-1)
         before = values.double().cumsum(-1) - values.double()
         last = (before < top_p).long().sum(-1, keepdim=True) - 1
+        last.clamp_(min=0)  # logits that are not numbers: a place that exists, see `draw_tokens`
         last_B1[rows] = indices.gather(1, last)
         if count == probs.shape[1]:
             break
@@ -137,7 +142,7 @@ def draw_tokens(
         weights_BV: exp(logits - largest), if known.
 
     Returns:
-        int64 ids [B].
+        int64 ids [B]; one that exists even where a row's logits are not numbers, so that no other row fails with it.
     """
     rows, vocab = logits_BV.shape
     if weights_BV is None:
@@ -150,7 +155,8 @@ def draw_tokens(
     sums = blocks.sum(-1).double()
     cumulative = sums.cumsum(-1)
     wanted = uniforms_B * cumulative[:, -1]
-    block = torch.searchsorted(cumulative, wanted[:, None], right=True).clamp_(max=sums.shape[1] - 1)
+    block = torch.searchsorted(cumulative, wanted[:, None], right=True)
+    block.masked_fill_(block >= sums.shape[1], 0)  # no number: the first id, as below
     before = cumulative.gather(1, block) - sums.gather(1, block)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, CDF_BLOCK)).squeeze(1)
     share = ((wanted[:, None] - before) / sums.gather(1, block)).squeeze(1)
@@ -165,7 +171,8 @@ def _search(weights_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
     """
     cumulative = weights_BV.cumsum(-1, dtype=torch.float64)
     wanted = uniforms_B.clamp(0.0, LARGEST_UNIFORM) * cumulative[:, -1]
-    return torch.searchsorted(cumulative, wanted[:, None], right=True).squeeze(1)
+    found_B1 = torch.searchsorted(cumulative, wanted[:, None], right=True)
+    return found_B1.masked_fill_(found_B1 >= weights_BV.shape[1], 0).squeeze(1)
 
 
 def without(logits_BV: torch.Tensor, undrawn: int | None) -> torch.Tensor:

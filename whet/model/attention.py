@@ -29,7 +29,7 @@ from whet.kernels.cpu.ops import CHANNELS
 from whet.model.recurrence import Recurrence, Scan
 from whet.model.routing import Routing
 from whet.ranks.context import gather_keys, pieces_of
-from whet.types import Segment, Split, UserError
+from whet.types import Piece, Segment, Split, UserError
 
 AttentionKind = Literal["exact", "fast"]
 
@@ -260,7 +260,7 @@ class _Plan:
         device: Where the index tensors live.
         whole: Queries are all of a sequence, its prefix included, and one tile ('fast').
         window: Positions that a query sees; 0 for all.
-        found: How ranks share the batch; None where all its queries are here.
+        pieces: Which queries are here; None for all.
         ahead: Runs of tokens that see all of their run.
     """
 
@@ -274,7 +274,7 @@ class _Plan:
         *,
         whole: bool,
         window: int = 0,
-        found: Split | None = None,
+        pieces: Sequence[Piece] | None = None,
         ahead: Ahead | None = None,
     ) -> None:
         self._ahead = ahead or {}
@@ -289,8 +289,8 @@ class _Plan:
         self._num_queries = self._num_keys = 0
         sizes = zip(num_rows, (heads, kv_heads), strict=True)
         query_place, key_place = (torch.full(size, -1) for size in sizes)
-        self.is_split = found is not None
-        queries = list(pieces_of(segments, None if found is None else found.pieces))
+        self.is_split = pieces is not None
+        queries = list(pieces_of(segments, pieces))
         for (prefix, first, width, runs), rows in sorted(self._buckets(queries).items()):
             self._add(rows, prefix, first, width, query_place, key_place, runs)
         # What no sequence has (row padding) reads the zeros behind the last row.
@@ -514,6 +514,7 @@ class Packed:
         kind: 'exact' (row-invariant) or 'fast' (fused kernel).
         routing: What routers of experts are told, and what they note; None for nothing.
         split: How ranks share the batch, each with the queries, keys and values of its rows; None where one has all.
+        pieces: The queries that `attend_to` is given, where they are not all of the sequences'.
     """
 
     def __init__(
@@ -523,12 +524,14 @@ class Packed:
         kind: AttentionKind = "exact",
         routing: Routing | None = None,
         split: Split | None = None,
+        pieces: Sequence[Piece] | None = None,
     ) -> None:
         self.routing = routing
         self.kind: AttentionKind = kind
         self._device = device
         self._segments = whole_sequences(segments_B)
         self._split = split
+        self._pieces = pieces if split is None else split.pieces
         self.num_tokens = sum(segment.length for segment in self._segments)
         self._table: torch.Tensor | None = None
         self._scan: Scan | None = None
@@ -567,7 +570,7 @@ class Packed:
                     first,
                     at,
                 )
-                for segment, first, at in pieces_of(self._segments, self._split and self._split.pieces)
+                for segment, first, at in pieces_of(self._segments, self._pieces)
             ]
             rows.sort(key=lambda row: (row[4], row[0], row[5]))
             self._table = torch.tensor(rows, dtype=torch.int64).view(-1, 7)
@@ -586,18 +589,24 @@ class Packed:
             k_NKC, v_NKC = gather_keys(k_NKC, v_NKC, self._split)
             if not self._split.pieces:  # this rank has no rows, but its part in the exchange of gradients
                 return 0.0 * (q_NHC + (k_NKC.sum() + v_NKC.sum()))
+        return self.attend_to(q_NHC, k_NKC, v_NKC, rule)
+
+    def attend_to(
+        self, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, rule: Rule | None = None
+    ) -> torch.Tensor:
+        """Return what `attend` does, of the queries of `pieces` against the keys of whole sequences."""
         has_channels = q_NHC.shape[2] in CHANNELS and q_NHC.dtype == k_NKC.dtype == v_NKC.dtype
         assert rule is not None or not any(self._ahead.values()), "`has_own_rules` is for such models, too"
         if rule is None and has_channels and dispatch.runs_cpp(q_NHC, operation="attention"):
             return cpu_attention.attend(q_NHC, k_NKC, v_NKC, self._kernel_table())
         rule = PLAIN if rule is None else rule
         is_whole = self.kind == "fast" and rule.is_plain and not any(self._ahead.values())
-        if is_whole and self._split is not None:
-            return _fused_pieces(q_NHC, k_NKC, v_NKC, pieces_of(self._segments, self._split.pieces))
+        if is_whole and self._pieces is not None:
+            return _fused_pieces(q_NHC, k_NKC, v_NKC, pieces_of(self._segments, self._pieces))
         sizes = q_NHC.shape[0], q_NHC.shape[1], k_NKC.shape[1]
         key = *sizes, rule.window, is_whole
         if key not in self._plans:  # all layers of one rule have one
-            options = {"whole": is_whole, "window": rule.window, "found": self._split, "ahead": self._ahead}
+            options = {"whole": is_whole, "window": rule.window, "pieces": self._pieces, "ahead": self._ahead}
             num_rows = q_NHC.shape[0], k_NKC.shape[0]
             self._plans[key] = _Plan(self._segments, num_rows, *sizes[1:], self._device, **options)
         plan = self._plans[key]

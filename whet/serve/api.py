@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -77,13 +79,28 @@ MAX_BOARDS = 16
 """Moves of chess that are answered at a time; more wait."""
 CHESS = "/chess"
 OPEN = ("/", CHESS, "/favicon.ico", "/health")
-"""Paths that need no key: they tell nothing of the model."""
+"""Paths that need no key: they tell nothing of the model, and take no body."""
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]/?#@\\\s]+)(:[0-9]{0,5})?", re.ASCII | re.IGNORECASE)
+"""A name or an address, and a port."""
+SMALL_BODY = 64 * 1024
+NUM_QUICK = 4
+"""Threads that read small requests; large ones, which take seconds, have others and do not hold them up."""
 
 _Route = tuple[str, Callable[[Request], Any], str]
 """Path, function and method."""
 
 GONE = Response(status_code=499)
 HANDLED = (ApiError, UserError, BusyError, HTTPException, ClientDisconnect, Exception)
+
+
+class _Parsed(NamedTuple):
+    """A request: the model's name and its policy, what is asked, the prompts' tokens, and what to say of them."""
+
+    model: str
+    policy: Policy
+    asked: Asked
+    ids: list[tuple[int, ...]]
+    warning: str
 
 
 class Api:
@@ -124,6 +141,7 @@ class Api:
         self._shown: Counter[int] = Counter()
         self._idle: deque[int] = deque()
         self._showing = threading.Lock()
+        self._quick = ThreadPoolExecutor(NUM_QUICK, "whet-requests")
 
     async def page(self, _: Request) -> Response:
         """Return the chat page; it holds nothing of the model, and asks for the key where there is one."""
@@ -154,17 +172,11 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
-        body = await _read(request, self._max_bytes)
-        model = self._check_model(body.get("model"))
-        asked = parse_chat(body, self._scheduler.context)
-        return await self._answer(request, model, asked, [asked.messages], is_chat=True)
+        return await self._answer(request, await _receive(request, self._max_bytes), is_chat=True)
 
     async def completions(self, request: Request) -> Response:
         """Continue texts or token ids, or score them."""
-        body = await _read(request)
-        model = self._check_model(body.get("model"))
-        asked = parse_text(body)
-        return await self._answer(request, model, asked, asked.prompts, is_chat=False)
+        return await self._answer(request, await _receive(request), is_chat=False)
 
     async def update_weights(self, request: Request) -> Response:
         """Replace the weights, or the adapter beside them, by those of a folder; completions under way keep the old."""
@@ -338,14 +350,12 @@ class Api:
                     del self._shown[key]
                     images.forget([key])
 
-    def _encode_all(self, policy: Policy, prompts: Sequence[Any], asked: Asked) -> list[tuple[int, ...]]:
-        return [self._encode(policy, prompt, index, asked) for index, prompt in enumerate(prompts)]
-
-    async def _answer(
-        self, request: Request, model: str, asked: Asked, prompts: Sequence[Any], *, is_chat: bool
-    ) -> Response:
-        adapter = self._adapters[model]
-        policy = self._policy.named(adapter)  # an adapter is asked as it was trained
+    def _parse(self, body: bytes, *, is_chat: bool) -> _Parsed:
+        """Read what a client asks for, and the tokens of its prompts; takes seconds where they are long."""
+        fields = parse_json(body)
+        model = self._check_model(fields.get("model"))
+        asked = parse_chat(fields, self._scheduler.context) if is_chat else parse_text(fields)
+        policy = self._policy.named(self._adapters[model])  # an adapter is asked as it was trained
         if asked.stop_ids is not None and asked.stop_ids != frozenset(policy.stop_ids):
             raise ApiError(
                 400,
@@ -353,11 +363,19 @@ class Api:
                 f"{sorted(asked.stop_ids)[:20]}: start it with the client's --policy.schema",
                 param="stop_token_ids",
             )
-        ids = await asyncio.to_thread(self._encode_all, policy, prompts, asked)
-        splits = is_chat and self._splits
+        prompts: Sequence[Any] = [asked.messages] if is_chat else asked.prompts
+        ids = [self._encode(policy, prompt, index, asked) for index, prompt in enumerate(prompts)]
         texts = [text for text in asked.prompts if isinstance(text, str)]
         texts += [text_of(message) for message in asked.messages]
-        warning = unread_note(policy.tokenizer, texts)
+        return _Parsed(model, policy, asked, ids, unread_note(policy.tokenizer, texts))
+
+    async def _answer(self, request: Request, body: bytes, *, is_chat: bool) -> Response:
+        threads = self._quick if len(body) <= SMALL_BODY else None
+        parse = partial(self._parse, body, is_chat=is_chat)
+        parsed = await asyncio.get_running_loop().run_in_executor(threads, parse)
+        model, policy, asked, ids, warning = parsed
+        adapter = self._adapters[model]
+        splits = is_chat and self._splits
         reply = Reply(policy, model, asked, is_chat=is_chat, splits=splits, warning=warning)
         session = _Session(
             policy,
@@ -476,7 +494,8 @@ class _Session:
                     Ask(
                         request=rows.Request(prompt_ids=prompt, seeds=seeds, adapter=self._adapter),
                         params=asked.params,
-                        stop_strings=asked.stops,
+                        # Those of split chats are looked for in the content alone, by `Choice`.
+                        stop_strings=() if self._splits else asked.stops,
                         num_top=asked.num_top,
                         records=asked.returns_ids,
                     )
@@ -524,8 +543,13 @@ class _Session:
                 raise event
             if isinstance(event, Exception):
                 raise _as_api_error(event)
-            left -= isinstance(event, rows.Completion)
-            yield index, self._choices[index].push(event)
+            if (choice := self._choices[index]).finish_reason is not None:
+                continue  # it ended at a stop string; these were under way
+            delta = choice.push(event)
+            if choice.finish_reason is not None:
+                left -= 1
+                self._ticket.jobs[index].cancelled = True
+            yield index, delta
         self._watch.cancel()
 
     async def _score(self) -> list[Delta]:
@@ -564,8 +588,8 @@ def _with_sources(messages: Sequence[Mapping[str, Any]], files: Mapping[str, str
     return found
 
 
-async def _read(request: Request, max_bytes: int = MAX_BODY_BYTES) -> dict[str, Any]:
-    """Read a JSON body within bounds of size and time."""
+async def _receive(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """Receive a JSON body within bounds of size and time."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "expected the header Content-Type: application/json")
     body, size = bytearray(), 0
@@ -582,7 +606,12 @@ async def _read(request: Request, max_bytes: int = MAX_BODY_BYTES) -> dict[str, 
         raise ApiError(408, f"the body did not arrive within {RECEIVE_S:g} s") from None
     if size > max_bytes:
         raise too_large
-    return await asyncio.to_thread(parse_json, bytes(body))
+    return bytes(body)
+
+
+async def _read(request: Request) -> dict[str, Any]:
+    """Receive and read a JSON object."""
+    return await asyncio.to_thread(parse_json, await _receive(request))
 
 
 def _event(data: dict[str, Any]) -> str:
@@ -608,17 +637,22 @@ async def _refuse(_: Request, error: Exception) -> Response:
         return GONE
     failure = _as_api_error(error)
     headers = {"Retry-After": "1"} if failure.status == 503 else {}
-    headers |= {"Connection": "close"} if failure.status in (408, 413) else {}
+    headers |= {"Connection": "close"} if failure.status in (401, 403, 408, 413) else {}
     return JSONResponse(failure.body(), status_code=failure.status, headers=headers)
 
 
-class _Guard:
-    """Turns away strangers (the key; on this machine alone, other host names), and clients that take nothing."""
+class Guard:
+    """Turns away strangers (the key; on this machine alone, other host names), and clients that take nothing.
+
+    `refuse` is for the server's protocol, which asks before it parses a body, and is asked here again: whatever serves
+    the app, it is safe.
+    """
 
     def __init__(self, app: ASGIApp, *, api_key: str, hosts: frozenset[str]) -> None:
-        self._app, self._api_key, self._hosts = app, api_key, hosts
+        self._app, self._api_key, self._hosts = app, api_key.encode(), hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -627,28 +661,34 @@ class _Guard:
             async with asyncio.timeout(SEND_S):
                 await send(message)
 
-        request = Request(scope)
-        error = self._objection(request)
+        error = self.refuse(scope["path"].encode(), scope["headers"])
         try:
             if error is not None:
-                await (await _refuse(request, error))(scope, receive, bounded)
+                await (await _refuse(Request(scope), error))(scope, receive, bounded)
             else:
                 await self._app(scope, receive, bounded)
         except (TimeoutError, OSError):
             return  # the client takes nothing any more, or is gone
 
-    def _objection(self, request: Request) -> ApiError | None:
-        host = request.headers.get("host", "").rsplit(":", 1)[0].strip("[]").lower()
-        if self._hosts and host not in self._hosts:  # a web page whose name was pointed at this machine
+    def refuse(self, path: bytes, headers: Sequence[tuple[bytes, bytes]]) -> ApiError | None:
+        """Say from path and headers (names in lower case) why a request is not taken, if it is not."""
+        found = dict(reversed(headers))  # the first of each
+        host = HOST.fullmatch(found.get(b"host", b"").decode("latin-1"))
+        name = host[1].strip("[]").lower() if host else ""
+        if self._hosts and name not in self._hosts:  # a web page whose name was pointed at this machine
             return ApiError(403, "this server answers to localhost only")
-        given = request.headers.get("authorization", "").encode()
-        is_open = not self._api_key or request.url.path in OPEN
-        if not is_open and not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
+        if path.decode("latin-1") in OPEN:
+            if b"transfer-encoding" in found or found.get(b"content-length", b"0").strip(b"0 "):
+                return ApiError(400, "expected no body here")
+            return None
+        scheme, _, given = found.get(b"authorization", b"").strip().partition(b" ")
+        has_key = scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._api_key)
+        if self._api_key and not has_key:
             return ApiError(401, "Incorrect API key provided", code="invalid_api_key")
         return None
 
 
-def make_app(api: Api, *, api_key: str, hosts: frozenset[str], board: Board | None = None) -> ASGIApp:
+def make_app(api: Api, *, api_key: str, hosts: frozenset[str], board: Board | None = None) -> Guard:
     """Put the routes together.
 
     Args:
@@ -674,7 +714,7 @@ def make_app(api: Api, *, api_key: str, hosts: frozenset[str], board: Board | No
     return _guarded(routes, api_key=api_key, hosts=hosts)
 
 
-def make_board_app(board: Board, *, hosts: frozenset[str]) -> ASGIApp:
+def make_board_app(board: Board, *, hosts: frozenset[str]) -> Guard:
     """Serve a chess board alone, without a key.
 
     Args:
@@ -684,9 +724,9 @@ def make_board_app(board: Board, *, hosts: frozenset[str]) -> ASGIApp:
     return _guarded(board.routes, api_key="", hosts=hosts)
 
 
-def _guarded(routes: Sequence[_Route], *, api_key: str, hosts: frozenset[str]) -> ASGIApp:
+def _guarded(routes: Sequence[_Route], *, api_key: str, hosts: frozenset[str]) -> Guard:
     app = Starlette(
         routes=[Route(path, function, methods=[method]) for path, function, method in routes],
         exception_handlers=dict.fromkeys(HANDLED, _refuse),
     )
-    return _Guard(app, api_key=api_key, hosts=hosts)
+    return Guard(app, api_key=api_key, hosts=hosts)

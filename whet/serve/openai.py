@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from whet.generate.policy import Policy
 from whet.generate.rows import Completion, Token
-from whet.generate.sampling import SamplingParams, sequence_seed
+from whet.generate.sampling import LEAST_TEMPERATURE, SamplingParams, sequence_seed
 from whet.model.vision.asking import images_in
 from whet.serve.stream import ResponseText, StopText, TokenText, silent_ids
 from whet.types import UserError
@@ -54,6 +54,10 @@ UNSUPPORTED: Mapping[str, Any] = {
     "best_of": 1,
 }
 """Fields of OpenAI's that are not served, with the value that asks for nothing."""
+UNSUPPORTED_IN_MESSAGES = ("tool_calls", "tool_call_id", "function_call", "audio")
+"""Parts of a message that a prompt would lack."""
+LEAST_LOGPROB = -9999.0
+"""JSON has no infinity: OpenAI's number for what cannot be."""
 
 
 class ApiError(Exception):
@@ -211,7 +215,8 @@ class _Body(BaseModel):
         """Return the request with what its endpoint adds."""
         try:
             params = SamplingParams(
-                temperature=self.temperature,
+                # Clients ask for 1e-7 where they mean greedy, since some servers refuse 0.
+                temperature=0.0 if 0 < self.temperature < LEAST_TEMPERATURE else self.temperature,
                 top_p=self.top_p,
                 top_k=max(0, self.top_k),  # -1 is how vLLM says 'all'
                 min_p=self.min_p,
@@ -265,6 +270,7 @@ def parse_chat(body: Mapping[str, Any], context: int) -> Asked:
     Raises:
         ApiError: What is wrong, with the field to blame.
     """
+    _check_fields(body.get("messages"))
     chat = _read(_Chat, body, IGNORED_IN_CHATS)
     if chat.top_logprobs and not chat.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs = true", param="top_logprobs")
@@ -278,6 +284,16 @@ def parse_chat(body: Mapping[str, Any], context: int) -> Asked:
         messages=messages,
         num_top=chat.top_logprobs if chat.logprobs else None,
     )
+
+
+def _check_fields(messages: object) -> None:
+    """Refuse messages with parts that their prompt would silently lack."""
+    for place, message in enumerate(messages if isinstance(messages, list) else ()):
+        fields = message if isinstance(message, dict) else {}
+        name = next((name for name in UNSUPPORTED_IN_MESSAGES if fields.get(name)), None)
+        if name is not None:
+            name = f"messages[{place}].{name}"
+            raise ApiError(400, f"{name} is not supported by this server: leave it out", param=name)
 
 
 def _check_images(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -443,6 +459,7 @@ class Choice:
         self, policy: Policy, prompt_ids: Sequence[int], asked: Asked, *, splits: bool, offset: int = 0
     ) -> None:
         self._tokens = TokenText(policy.tokenizer, prompt_ids, silent_ids=silent_ids(policy))
+        # Where thinking is apart, a stop string is looked for in the content alone, which is what the client sees.
         self._stops = StopText(asked.stops)
         self._response = ResponseText(policy.schema) if splits else None
         self._noted = asked.num_top is not None
@@ -452,24 +469,28 @@ class Choice:
         self.finish_reason: str | None = None
 
     def push(self, event: Token | Completion) -> Delta:
-        """Add a token, or the end."""
+        """Add a token, or the end; after a stop string in the content nothing is to be added."""
         if isinstance(event, Completion):
             self.finish_reason = event.finish_reason
-            piece = self._stops.push(self._tokens.flush()) + self._stops.flush()
-            return self._split(piece, Delta(finish_reason=event.finish_reason, completion=event))
+            delta = Delta(finish_reason=event.finish_reason, completion=event)
+            return self._add(self._tokens.flush(), delta)
         self.num_tokens += 1
         self.num_thinking += self._response is not None and self._response.is_thinking
         delta = Delta(tokens=[(event, self._offset)] if self._noted else [])
         piece = self._tokens.push(event.id)
         self._offset += len(piece)
-        return self._split(self._stops.push(piece), delta)
+        return self._add(piece, delta)
 
-    def _split(self, text: str, delta: Delta) -> Delta:
-        if self._response is None:
-            delta.text = text
-        else:
-            piece = self._response.push(text, last=delta.finish_reason is not None)
-            delta.text, delta.thinking = piece.answer, piece.thinking
+    def _add(self, text: str, delta: Delta) -> Delta:
+        is_last = delta.finish_reason is not None
+        if self._response is not None:
+            piece = self._response.push(text, last=is_last)
+            delta.thinking, text = piece.thinking, piece.answer
+        delta.text = self._stops.push(text)
+        if self._stops.has_ended and self._response is not None:
+            self.finish_reason = delta.finish_reason = "stop"
+        elif is_last:
+            delta.text += self._stops.flush()
         return delta
 
 
@@ -579,7 +600,7 @@ class Reply:
             tokens = [token for token, _ in delta.tokens]
             row["logprobs"] = {
                 "tokens": [self._spell(token.id) for token in tokens],
-                "token_logprobs": [token.logprob for token in tokens],
+                "token_logprobs": [_finite(token.logprob) for token in tokens],
                 "top_logprobs": [self._tops(token) for token in tokens],
                 "text_offset": [offset for _, offset in delta.tokens],
             }
@@ -593,24 +614,25 @@ class Reply:
         if token.logprob is None:
             return None
         pairs = reversed((*token.top, (token.id, token.logprob)))
-        return {self._spell(index): logprob for index, logprob in pairs}
+        return {self._spell(index): max(logprob, LEAST_LOGPROB) for index, logprob in pairs}
 
     def _entry(self, token: Token) -> dict[str, Any]:
         tops = [self._scored(index, logprob) for index, logprob in token.top]
         return self._scored(token.id, token.logprob) | {"top_logprobs": tops}
 
     def _scored(self, index: int, logprob: float | None) -> dict[str, Any]:
-        text = self._spell(index)
         return {
-            "token": text,
-            "logprob": logprob,
-            "bytes": None
-            if "\ufffd" in text
-            else list(text.encode()),  # part of a character has no text of its own
+            "token": self._spell(index),
+            "logprob": _finite(logprob),
+            "bytes": self._policy.tokenizer.token_bytes(index),
         }
 
     def _spell(self, index: int) -> str:
         return self._policy.tokenizer.token_text(index)
+
+
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)
 
 
 def usage_of(num_prompt: int, choices: Sequence[Choice], *, splits: bool) -> dict[str, Any]:

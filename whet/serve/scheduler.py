@@ -1,15 +1,17 @@
 """Continuous batching for requests that arrive at any time; one thread owns the model.
 
-The steps are the engine's own (`Engine.admit`, `decode`, `harvest`), so a completion equals `Engine.generate`'s for the
-same prompt and seed, whatever else is being served.
+The steps are the engine's own (`Engine.admit`, `read`, `decode`, `harvest`), so a completion equals `Engine.generate`'s
+for the same prompt and seed, whatever else is being served. Every second step at least decodes, and no step reads more
+than a piece of a prompt: a stream goes on at half its pace at worst, whatever others ask for.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,18 +19,23 @@ from queue import SimpleQueue
 
 import torch
 
+from whet.generate.pieces import PIECE_TOKENS, Reading
 from whet.generate.policy import Policy
 from whet.generate.rows import Completion, Job, Request, Rows, Token
 from whet.generate.sampling import SamplingParams
 from whet.model.lora.adapter import CONFIG, Adapter
 from whet.model.lora.files import base_digest, read_adapter
 from whet.model.quant import packed_parts
+from whet.model.vision.ids import is_image
 from whet.model.weights import load_model
 from whet.types import UserError
 
 KNOWN_PARAMS = 64
 CLOSE_S = 30.0
 CLOSING = "the server is closing"
+NO_NUMBERS = (
+    "the model's logits are not finite numbers here: its weights, or what it computes of this text, overflow"
+)
 
 Event = Token | Completion | Exception
 Sink = Callable[[int, Event], None]
@@ -71,13 +78,47 @@ class Ticket:
 
 @dataclass(slots=True, eq=False)
 class _Scoring:
-    """Texts to score, and the future of the result."""
+    """Texts to score, the future of the result, and the text that is being read."""
 
     prompts: Sequence[Sequence[int]]
     num_top: int
     adapter: str
     future: Future[list[list[Token]]]
     results: list[list[Token]] = field(default_factory=list)
+    pieces: Iterator[list[Token]] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Outlet:
+    """Where the events of a job go.
+
+    A job that is started again draws the same tokens again: those that were sent are compared, and not sent twice.
+    """
+
+    sink: Callable[[Event], None]
+    sent: list[int] = field(default_factory=list)
+    place: int = 0
+
+    def send(self, event: Event) -> None:
+        """Pass an event on, or raise what the sink raises."""
+        if isinstance(event, Token):
+            self.place += 1
+            if self.place <= len(self.sent):
+                if self.sent[self.place - 1] == event.id:
+                    return
+                event = RuntimeError("a step failed, and the completion could not be drawn again")
+                self.sink(event)
+                raise event
+            self.sent.append(event.id)
+        self.sink(event)
+
+
+@dataclass(slots=True)
+class _Long:
+    """A prompt that is read in pieces, and its jobs."""
+
+    reading: Reading
+    jobs: list[Job]
 
 
 class Scheduler:
@@ -101,7 +142,12 @@ class Scheduler:
         self._scorings: deque[_Scoring] = deque()
         self._updates: deque[tuple[Update, Future[None]]] = deque()
         self._params: dict[SamplingParams, SamplingParams] = {}
-        self._sinks: dict[Job, Callable[[Event], None]] = {}
+        self._sinks: dict[Job, _Outlet] = {}
+        # Jobs of a step that failed, in groups that run one after the other; what waits comes after them.
+        self._suspects: deque[deque[Job]] = deque()
+        self._long: _Long | None = None
+        self._readers = deque((self._admit_short, self._read_long, self._score))
+        self._has_read = False
         self._wake = threading.Condition()
         self._closed = False
         ready: Future[None] = Future()
@@ -183,7 +229,7 @@ class Scheduler:
         with self._wake:
             # Checked and queued under one lock: a submission is accepted as a whole or refused as a whole.
             self._admit_or_refuse(len(jobs))
-            self._sinks |= {job: partial(sink, index) for index, job in enumerate(jobs)}
+            self._sinks |= {job: _Outlet(partial(sink, index)) for index, job in enumerate(jobs)}
             self._waiting += jobs
             self._wake.notify()
         return Ticket(tuple(jobs))
@@ -293,17 +339,16 @@ class Scheduler:
                     while self._await_work(rows):
                         try:
                             self._step(rows)
-                        except Exception as error:  # out of memory, or a bug: keep serving the others
-                            self._fail(rows, error)
+                        except BaseException as error:  # out of memory, or a bug: keep serving
+                            self._retry(rows, error)
                 self._replace_weights()  # outside of the session, which holds their addresses
-        except Exception as error:
+        except BaseException as error:
             self._closed = True
             if not ready.done():
                 ready.set_exception(error)
                 return
         self._waiting.clear()
-        if rows is not None:
-            self._fail(rows, BusyError(CLOSING))
+        self._fail(list(self._sinks), BusyError(CLOSING))
         for work in self._scorings:
             work.future.cancel()
         for _, done in self._updates:
@@ -312,9 +357,16 @@ class Scheduler:
     def _await_work(self, rows: Rows) -> bool:
         """Wait until there is something to do; return whether it is to be done in this session."""
         with self._wake:
-            while not (self._closed or rows.jobs or self._waiting or self._scorings or self._updates):
+            while not (
+                self._closed or self._is_under_way(rows) or self._waiting or self._scorings or self._updates
+            ):
                 self._wake.wait()
-            return not self._closed and not (self._updates and not rows.jobs)
+            return not self._closed and not (self._updates and not self._is_under_way(rows))
+
+    def _is_under_way(self, rows: Rows) -> bool:
+        """Say whether anything was begun that has to end with the weights it began with."""
+        is_scoring = bool(self._scorings) and self._scorings[0].pieces is not None
+        return bool(rows.jobs or self._suspects or self._long or is_scoring)
 
     @torch.no_grad()
     def _replace_weights(self) -> None:
@@ -338,80 +390,222 @@ class Scheduler:
                 done.set_result(None)
 
     def _step(self, rows: Rows) -> None:
-        """Admit waiting jobs, or else sample a token for every row; deliver new tokens; score one text."""
+        """Sample a token for every row, or else read: admit jobs, read a piece of a prompt or of a text to score."""
         # Only this thread touches `rows`; other threads queue jobs and set `cancelled`, which is read once per step.
         cancelled = [row for row, job in enumerate(rows.jobs) if job.cancelled]
         if cancelled:
             rows.done[cancelled] = True
             self._deliver(self._engine.harvest(rows))
 
-        # Admitting has priority over decoding: it keeps rows full, and a prefill samples the first token of each new
-        # row. New rows are appended, so the fresh tokens are those from `first` on: the new rows', or all rows'.
-        first = len(rows.jobs)
-        if ready := self._next_jobs(self._max_rows - first):
-            self._engine.admit(rows, ready)
-            with self._wake:  # jobs beyond the engine's prefill budget
-                self._waiting.extendleft(ready)
-        elif rows.jobs:
+        # Reading goes first, since it fills rows, but never twice: who keeps asking does not keep others from decoding.
+        if rows.jobs and (self._has_read or not self._read(rows)):
             self._engine.decode(rows)
-            first = 0
-        fresh = rows.last[first : len(rows.jobs)].tolist()
-        for job, index in zip(rows.jobs[first:], fresh, strict=True):
-            self._send(job, Token(index) if job.num_top is None else job.notes[-1])
+            self._announce(rows, 0)
+            self._has_read = False
+        elif not rows.jobs:
+            self._read(rows)
+
+    def _read(self, rows: Rows) -> bool:
+        """Let the next kind of reading that has something to do take its turn; return whether there was any."""
+        for _ in range(len(self._readers)):
+            self._readers.rotate(-1)
+            if self._readers[-1](rows):
+                self._has_read = True
+                return True
+        return False
+
+    def _announce(self, rows: Rows, first: int) -> None:
+        """Deliver the new tokens of the rows from `first` on, and what ended."""
+        live = slice(first, len(rows.jobs))
+        fresh = rows.last[live].tolist()
+        scores = rows.logprobs[live].gather(1, rows.counts[live, None] - 1)[:, 0]
+        failed = (~scores.isfinite()).tolist()
+        for job, index, is_failed in zip(rows.jobs[live], fresh, failed, strict=True):
+            if is_failed:
+                self._fail([job], RuntimeError(NO_NUMBERS))
+            else:
+                self._send(job, Token(index) if job.num_top is None else job.notes[-1])
 
         # Tokens are delivered before rows end: a client sees the last token before the completion.
         self._engine.stop_on_text(rows)
         if rows.jobs and bool(rows.done[: len(rows.jobs)].any()):
             self._deliver(self._engine.harvest(rows))
-        self._score()
 
-    def _next_jobs(self, num_free: int) -> list[Job]:
-        """Take as many jobs as there are free rows; the next one is last, as `Engine.admit` pops from the end."""
-        if self._updates:
-            return []
+    def _queue(self, rows: Rows) -> deque[Job]:
+        """Return where the next jobs are taken from: those that wait, or a group that is tried again by itself."""
+        while self._suspects and not (self._suspects[0] or rows.jobs or self._long):
+            self._suspects.popleft()
+        if self._suspects:
+            return self._suspects[0]
+        return deque() if self._updates else self._waiting
+
+    def _admit_short(self, rows: Rows) -> bool:
+        """Admit jobs whose prompts together are no longer than a piece, or one whose prompt is not cut."""
+        ready: list[Job] = []
         with self._wake:
             self._forget_cancelled()
-            return [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))][::-1]
+            queue = self._queue(rows)
+            # A long prompt has the row that is free when its turn comes, however many short ones come after it.
+            is_due = self._long is not None or (bool(queue) and _is_long(queue[0]))
+            num_free = self._max_rows - len(rows.jobs) - is_due
+            tokens, request = 0, None
+            for job in tuple(queue):
+                if _is_long(job):
+                    continue
+                tokens += len(job.request.prompt_ids) if job.request is not request else 0
+                if len(ready) >= num_free or (ready and tokens > PIECE_TOKENS):
+                    break
+                request = job.request
+                ready.append(job)
+                queue.remove(job)
+        if ready:
+            self._admit(rows, ready)
+        return bool(ready)
+
+    def _admit(self, rows: Rows, jobs: Sequence[Job]) -> None:
+        """Admit jobs; if that fails, request by request, so that none fails with another."""
+        first, waiting = len(rows.jobs), list(jobs[::-1])
+        try:
+            while waiting:
+                self._engine.admit(rows, waiting)
+        except BaseException as error:
+            self._engine.give_up(rows, first)
+            requests = list({id(job.request): job.request for job in jobs}.values())
+            if len(requests) == 1:
+                self._fail(jobs, error)
+                return
+            _restart(jobs)
+            for request in requests:
+                self._admit(rows, [job for job in jobs if job.request is request])
+        else:
+            self._announce(rows, first)
+
+    def _next_long(self, rows: Rows) -> _Long | None:
+        """Take the next prompt that is longer than a piece."""
+        with self._wake:
+            self._forget_cancelled()
+            queue = self._queue(rows)
+            found = next((job.request for job in queue if _is_long(job)), None)
+            if found is None:
+                return None
+            jobs = [job for job in queue if job.request is found]
+            for job in jobs:
+                queue.remove(job)
+        return _Long(self._engine.begin(found.prompt_ids, found.adapter), jobs)
+
+    def _read_long(self, rows: Rows) -> bool:
+        """Read a piece of a long prompt; once it is complete, admit its jobs as rows become free."""
+        first = len(rows.jobs)
+        num_free = self._max_rows - first
+        if self._long is None and num_free:
+            self._long = self._next_long(rows)
+        if (long := self._long) is None:
+            return False
+        cancelled = [job for job in long.jobs if job.cancelled]
+        self._deliver(cancelled)
+        jobs = [job for job in long.jobs if not job.cancelled]
+        if not jobs or (long.reading.is_read and not num_free):
+            self._long = long if jobs else None
+            return False
+        ready, long.jobs = jobs[:num_free], jobs[num_free:]
+        try:
+            if not long.reading.is_read:
+                self._engine.read(long.reading)
+            if not (ready and long.reading.is_read):
+                long.jobs = jobs
+                return True
+            self._engine.admit_read(rows, long.reading, ready)
+        except BaseException as error:
+            self._engine.give_up(rows, first)
+            self._long = None
+            self._fail(jobs, error)
+        else:
+            self._long = long if long.jobs else None
+            self._announce(rows, first)
+        return True
+
+    def _score(self, rows: Rows) -> bool:
+        """Score a piece of a text."""
+        if not self._scorings or (self._updates and self._scorings[0].pieces is None):
+            return False
+        work = self._scorings[0]
+        try:
+            if not work.future.cancelled():
+                if work.pieces is None:
+                    prompt = work.prompts[len(work.results)]
+                    work.pieces = self._engine.score(prompt, work.num_top, work.adapter)
+                    work.results.append([])
+                work.results[-1] += next(work.pieces)
+                if len(work.results[-1]) < len(work.prompts[len(work.results) - 1]):
+                    return True
+                work.pieces = None
+                if any(token.logprob != token.logprob for token in work.results[-1]):
+                    raise RuntimeError(NO_NUMBERS)
+                if len(work.results) < len(work.prompts):
+                    self._scorings.rotate(-1)  # text by text: who has many lets others go between
+                    return True
+            if work.future.set_running_or_notify_cancel():
+                work.future.set_result(work.results)
+        except BaseException as error:
+            with suppress(InvalidStateError):  # cancelled in this moment
+                work.future.set_exception(error)
+        self._scorings.popleft()
+        return True
 
     def _deliver(self, ended: Sequence[Job]) -> None:
         for job in ended:
             if job.completion is not None and not job.cancelled:
                 self._send(job, job.completion)
-            del self._sinks[job]
+            self._sinks.pop(job, None)
 
     def _send(self, job: Job, event: Event) -> None:
         try:
-            self._sinks[job](event)
+            self._sinks[job].send(event)
         except Exception:  # the client is gone
             job.cancelled = True
 
-    def _score(self) -> None:
-        if not self._scorings:
-            return
-        # One text per step, so that a long request does not stall the streams of others.
-        work = self._scorings[0]
-        try:
-            if not work.future.cancelled():
-                prompt = work.prompts[len(work.results)]
-                work.results.append(self._engine.score(prompt, work.num_top, work.adapter))
-                if len(work.results) < len(work.prompts):
-                    return
-            if work.future.set_running_or_notify_cancel():
-                work.future.set_result(work.results)
-        except Exception as error:
-            work.future.set_exception(error)
-        self._scorings.popleft()
+    def _fail(self, jobs: Sequence[Job], error: BaseException) -> None:
+        """End jobs with an error."""
+        told = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+        for job in jobs:
+            if job in self._sinks and not job.cancelled:
+                self._send(job, told)
+            job.cancelled = True
+            self._sinks.pop(job, None)
 
-    def _fail(self, rows: Rows, error: Exception) -> None:
-        """Fail all running jobs, but not the waiting ones, and continue with empty rows."""
-        # After an error the rows' tensors are in an unknown state: all of them are given up.
-        del rows.jobs[:]
-        with self._wake:
-            waiting = set(self._waiting)
-            failed = [job for job in self._sinks if job not in waiting]
-        for job in failed:
-            self._send(job, error)
-            del self._sinks[job]
+    def _retry(self, rows: Rows, error: BaseException) -> None:
+        """Start the jobs of a step that failed again, in two groups, one after the other.
+
+        Where one of them was the cause, its group fails again, and is parted again, until it fails alone. The rows'
+        state is unknown after an error, but a job draws the same tokens again.
+        """
+        gone = [job for job in rows.jobs if job.cancelled]
+        jobs = [job for job in rows.jobs if not job.cancelled]
+        self._engine.give_up(rows, 0)
+        self._deliver(gone)
+        if len(jobs) == 1:
+            self._fail(jobs, error)
+        elif jobs:
+            _restart(jobs)
+            for job in jobs:
+                self._sinks[job].place = 0
+            half = len(jobs) // 2
+            self._suspects.extendleft((deque(jobs[half:]), deque(jobs[:half])))
+
+
+def _is_long(job: Job) -> bool:
+    """Say whether a job's prompt is read in pieces; one with images is not, since an image cannot be cut."""
+    ids = job.request.prompt_ids
+    return len(ids) > PIECE_TOKENS and not any(map(is_image, ids))
+
+
+def _restart(jobs: Sequence[Job]) -> None:
+    """Forget what jobs recorded."""
+    for job in jobs:
+        job.notes.clear()
+        job.completion = None
+        if job.kept is not None:
+            job.kept.clear()
 
 
 Update = Mapping[str, torch.Tensor] | Adapter

@@ -149,7 +149,7 @@ def main(config: ServeConfig) -> None:
         import uvicorn
 
         from whet.serve.api import CHESS, Api, Board, make_app
-        from whet.serve.headers import MAX_HEADER_BYTES, impatient
+        from whet.serve.headers import server_config
     except ImportError as error:
         raise UserError(f"whet serve needs {error.name}: {install_command('web')}") from None
     if config.board:
@@ -180,17 +180,12 @@ def main(config: ServeConfig) -> None:
                 board = Board(make_table(policy, scheduler), title="whet serve: chess", path=CHESS)
             hosts = frozenset() if key else LOCAL | {config.host}
             app = make_app(api, api_key=key, hosts=hosts, board=board)
-            most = scheduler.max_completions + SPARE_CONNECTIONS
-            options = uvicorn.Config(
+            options = server_config(
                 app,
-                http=impatient(most - 1),
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-                log_level="warning",
-                access_log=False,
-                limit_concurrency=most,
-                timeout_graceful_shutdown=GRACE_S,
+                app.refuse,
+                max_connections=scheduler.max_completions + SPARE_CONNECTIONS,
+                grace_s=GRACE_S,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                server_header=False,
             )
             host, port = listener.getsockname()[:2]
             pages = f"a chat page at /{', a chess board at /chess' if config.board else ''}"

@@ -140,20 +140,23 @@ class StopText:
 
     Args:
         stops: Non-empty texts.
+
+    Attributes:
+        has_ended: Whether one was found.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._kept = ""
-        self._ended = False
+        self.has_ended = False
 
     def push(self, text: str) -> str:
         """Add text and return what is certainly before any stop string."""
-        if self._ended or not self._stops:
-            return "" if self._ended else text
+        if self.has_ended or not self._stops:
+            return "" if self.has_ended else text
         text = self._kept + text
         found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        self._ended = bool(found)
+        self.has_ended = bool(found)
         cut = min(found) if found else len(text) - held(text, self._stops)
         self._kept = "" if found else text[cut:]
         return text[:cut]

@@ -161,5 +161,5 @@ static inline long draw_row(const float* z, long whole, double uniform, std::vec
         if (seen > inside) return chosen;
       }
   }
-  return chosen;
+  return std::max(chosen, 0L);  // of logits that are not numbers none is above: any id that exists, never row -1
 }

@@ -220,6 +220,11 @@ class Tokenizer:
         """Decode one id as inside a text (keeping a leading space); a control token is its bare text."""
         return self._texts[index] if index in self.special_ids else self._spell([index])
 
+    def token_bytes(self, index: int) -> list[int] | None:
+        """Return the bytes of `token_text`, also where they are part of a character; None if they are not known."""
+        text = self.token_text(index)
+        return _part_bytes(self._texts.get(index, ""), text) if "\ufffd" in text else list(text.encode())
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -668,6 +673,19 @@ def byte_letters() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(0x100 + hidden.index(byte)) for byte in range(256)]
+
+
+LETTER_BYTES = {letter: byte for byte, letter in enumerate(byte_letters())}
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+
+
+def _part_bytes(spelled: str, text: str) -> list[int] | None:
+    """Return the bytes that an entry of the vocabulary stands for, if they are those of a text with U+FFFD."""
+    if fallback := BYTE_TOKEN.fullmatch(spelled):
+        return [int(fallback[1], 16)]
+    found = [LETTER_BYTES[letter] for letter in spelled if letter in LETTER_BYTES]
+    is_whole = len(found) == len(spelled) and bytes(found).decode(errors="replace") == text
+    return found if is_whole else None
 
 
 def _steps(backend: tokenizers.Tokenizer) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from whet.install import install_command
 from whet.serve.chess.table import Table
-from whet.serve.serve import LOCAL, is_local, listen
+from whet.serve.serve import GRACE_S, LOCAL, is_local, listen
 from whet.types import UserError
+
+MAX_CONNECTIONS = 64
 
 
 def serve_page(table: Table, name: str, *, side: str, host: str, port: int) -> None:
@@ -25,6 +27,7 @@ def serve_page(table: Table, name: str, *, side: str, host: str, port: int) -> N
         import uvicorn
 
         from whet.serve.api import Board, make_board_app
+        from whet.serve.headers import server_config
     except ImportError as error:
         raise UserError(f"whet chess --page needs {error.name}: {install_command('web')}") from None
     if not is_local(host):
@@ -33,7 +36,7 @@ def serve_page(table: Table, name: str, *, side: str, host: str, port: int) -> N
     with listen(host, port) as listener:
         host, port = listener.getsockname()[:2]
         print(f"play {name!r} at http://{host}:{port}/; Ctrl-C ends it", flush=True)
-        options = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
+        options = server_config(app, app.refuse, max_connections=MAX_CONNECTIONS, grace_s=GRACE_S)
         try:
             uvicorn.Server(options).run(sockets=[listener])
         except KeyboardInterrupt:
