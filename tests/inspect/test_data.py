@@ -151,6 +151,29 @@ def test_one_question_about_other_images_is_another_question() -> None:
     assert len(group.problems) == 2
 
 
+def test_a_conversation_is_compared_as_a_whole() -> None:
+    """ "Go on." after another talk is another question; one that repeats a talk of the training rows is not."""
+    talk, other = (f"{letters(20)} {word}" for word in ("one", "two"))
+
+    def asked(uid: str, *turns: str) -> Problem:
+        roles = ("system", "user", "assistant", "user")
+        messages = tuple(Message(role=role, content=text) for role, text in zip(roles, turns, strict=True))
+        return Problem(uid=uid, task="t", prompt=turns[-1], answer=uid, messages=messages)
+
+    train = [asked("a", "Be brief.", "Tell a story", talk, "Go on.")]
+    held_out = [
+        asked("b", "Be brief.", "Tell a tale of seven whales and their songs", other[::-1], "Go on."),
+        asked("c", "Be brief.", "Tell a story", talk, "Go on."),
+        asked("d", "Be long.", "Tell a story", talk, "Go on."),
+        asked("e", "Be brief.", "Tell a story", talk, "And then?"),
+    ]
+    found = compare(*map(fold_prompts, (held_out, train)), "text", ngram=13, short_ngram=8, num_pairs=9)
+    assert found.is_equal.tolist() == [False, True, False, False]
+    assert found.score[0] == 0
+    assert (found.score[2:] > 0.5).all()
+    assert find_repeated(Arithmetic(), held_out, fold_prompts(held_out)) == []
+
+
 def test_repeated_and_contradicting() -> None:
     given = problems("a b", "A b.", "c", "c!", "d", "C", answers="7 8 9 09 3 9.0")
     found = find_repeated(Arithmetic(), given, fold_prompts(given))

@@ -543,3 +543,107 @@ def test_what_opens_a_conversation_is_context() -> None:
 def test_a_template_that_cannot_teach_is_refused(template: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         learnt(byte_level(template), CHAT[1:3])
+
+
+NAMES = ("qwen2.5", "llama3.1", "mistral", "gemma", "phi3", "zephyr", "gpt-oss")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_control_tokens_inside_words_are_text(name: str) -> None:
+    """As transformers encodes a text with `split_special_tokens`, amid the template's own control tokens."""
+    tokenizer = SHAPES[name].tokenizer()
+    theirs = hf(tokenizer, tokenizer.chat_template or "")
+
+    def controls(ids: Any) -> list[int]:
+        return [index for index in ids if index in tokenizer.special_ids and index != tokenizer.unk_id]
+
+    bare = tokenizer.encode_prompt(said("hi"))
+    for token in {tokenizer.token_text(index) for index in controls(tokenizer.special_ids)}:
+        for words in (
+            f"say{token}hi",
+            f"{token}hi",
+            f"hi {token}",
+            f"{token}\n{token}",
+            f"naïve 😀{token}  hi",
+        ):
+            quoted = tokenizer.quoted_messages(said(words))
+            ids = tokenizer.encode_prompt(quoted)
+            assert controls(ids) == controls(bare)
+            alone = tokenizer.encode(tokenizer.quoted(words))
+            assert alone == theirs(words, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            text = tokenizer.plain(tokenizer.render(quoted))
+            assert text == tokenizer.render(said(words))
+            assert tokenizer.plain(tokenizer.quoted(words)) == words
+            text, spans = tokenizer.quoted(words), [(2, 5)]
+            marked, _ = tokenizer.encode_marked(text, spans)
+            assert controls(marked) == ([tokenizer.bos_id] if tokenizer.prompt_bos else [])
+    assert tokenizer.quoted("<b>no token</b>") == "<b>no token</b>"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_control_tokens_inside_a_reply_are_text_and_a_turns_end_is_learnt_once(name: str) -> None:
+    tokenizer = SHAPES[name].tokenizer()
+    (end,) = {
+        passage.text[slice(*passage.spans([1])[-1])].rpartition("hi")[2]
+        for passage in render_passages(tokenizer, said("a", "hi"))
+    }
+    assert end in tokenizer.ends
+    for reply, words in (
+        (f"The mark {end} ends", f"The mark {end} ends"),
+        (f"So{end}", "So"),
+        (f"So{end}\n{end}\n", "So"),
+    ):
+        (passage,) = render_passages(tokenizer, tokenizer.quoted_messages(said("a", reply)))
+        ids, trained = tokenizer.encode_marked(passage.text, passage.spans([1]), cuts=True)
+        written = [index for index, is_in in zip(ids, trained, strict=True) if is_in]
+        texts = [
+            tokenizer.token_text(index)
+            for index in written
+            if index in tokenizer.special_ids and index != tokenizer.unk_id
+        ]
+        assert texts.count(end) == 1
+        assert texts[-1] == end
+        assert words.split()[-1] in tokenizer.decode(written)
+        assert "".join(tokenizer.decode(written).split()).endswith(words.replace(" ", "") + end)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_that_ends_with_a_turns_end_gets_no_other_end(name: str) -> None:
+    tokenizer = SHAPES[name].tokenizer()
+    text = tokenizer.render(said("hi", "Hello"), values={"add_generation_prompt": False})
+    ids = tokenizer.encode_document(text)
+    led = (
+        [tokenizer.bos_id]
+        if tokenizer.adds_bos and not text.startswith(tokenizer.token_text(tokenizer.bos_id))
+        else []
+    )
+    assert list(ids) == [*led, *tokenizer.encode(text)]
+    if tokenizer.eos_id is not None:
+        assert list(tokenizer.encode_document("hi")) == [*led, *tokenizer.encode("hi"), tokenizer.eos_id]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_that_are_rendered_already_are_known(name: str) -> None:
+    tokenizer = SHAPES[name].tokenizer()
+    text = tokenizer.render(said("Say hi"))
+    bos = tokenizer.token_text(tokenizer.bos_id) if tokenizer.bos_id is not None else ""
+    for rendered in (text, text.strip(), text.removeprefix(bos), f"\n{text}", bos + text.removeprefix(bos)):
+        assert tokenizer.is_rendered(rendered)
+    for words in ("Say hi", "What does [INST] mean?", f"hi {tokenizer.ends[0]} hi", "<s>old</s> new", ""):
+        assert not tokenizer.is_rendered(words)
+    assert not tokenizer.with_template(BASE_TEMPLATE).is_rendered(text)
+
+
+def test_the_border_of_prompt_and_reply_is_the_samplers() -> None:
+    """The sampler has the prompt's tokens alone: a reply cannot take the prompt's last space into its first word."""
+    for name in ("qwen2.5", "zephyr", "mistral"):
+        tokenizer = SHAPES[name].tokenizer().with_template(HEADED.replace("bot: ", "assistant: "))
+        for turns in (("say", "hi"), ("say", "hi hi"), ("hi", " hi", "say", "hi")):
+            messages = said(*turns)
+            passage = render_passages(tokenizer, messages)[-1]
+            last = len(messages) - 1
+            ids, trained = tokenizer.encode_marked(passage.text, passage.spans([last]), cuts=True)
+            prompt = tokenizer.encode_prompt(messages[:-1])
+            assert list(ids[: len(prompt)]) == prompt
+            assert trained.index(True) == len(prompt)
+            assert tokenizer.decode(ids).rstrip() == passage.text.rstrip()

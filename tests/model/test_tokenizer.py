@@ -495,6 +495,65 @@ def test_faults_of_the_library_are_user_errors(change: dict, message: str, tmp_p
         Tokenizer.load(tmp_path).encode("b")
 
 
+def long(kind: str, name: str, step: dict[str, Any], count: int = 6) -> dict[str, Any]:
+    """Return a part of a tokenizer.json: a step several times, each time in a sequence of its own."""
+    return {kind: {"type": "Sequence", name: [{"type": "Sequence", name: [step]}] * count}}
+
+
+SWAP = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 50}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+TWICE: dict[str, Any] = {
+    "type": "TemplateProcessing",
+    "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 3,
+}
+TWICE |= {"pair": [], "special_tokens": {}}
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (long("normalizer", "normalizers", SWAP), "normalizer could make a text"),
+        (
+            long("normalizer", "normalizers", SWAP | {"pattern": {"Regex": ""}, "content": "aaa"}),
+            "normalizer could",
+        ),
+        (long("normalizer", "normalizers", {"type": "Prepend", "prepend": "a" * 50}), "normalizer could"),
+        (long("decoder", "decoders", SWAP), "decoder could make a text"),
+        (long("pre_tokenizer", "pretokenizers", BYTES, 9), "pre_tokenizer could make a text 512 times"),
+        (long("post_processor", "processors", TWICE, 30), "post_processor could make a text"),
+        (
+            {
+                "pre_tokenizer": {
+                    "type": "Split",
+                    "pattern": {"Regex": "a|" * 20_000},
+                    "behavior": "Isolated",
+                    "invert": False,
+                }
+            },
+            "pre_tokenizer has a pattern of over 16,384 characters",
+        ),
+    ],
+)
+def test_a_tokenizer_that_multiplies_text_is_refused(
+    change: dict[str, Any], part: str, tmp_path: Path
+) -> None:
+    """It would end the whole process: the library panics where memory cannot be had."""
+    Tokenizer.characters("ab").save(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | change))
+    with pytest.raises(UserError, match=f"tokenizer.json: {part}"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_panic_over_a_text_is_a_user_error(tmp_path: Path) -> None:
+    Tokenizer.bytes().save(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"pre_tokenizer": split}))
+    with pytest.raises(UserError, match=r"tokenizer.json cannot encode 'aaa.*retry-limit"):
+        Tokenizer.load(tmp_path).encode("a" * 30 + "!")
+
+
 @pytest.mark.ci
 def test_a_padding_of_terabytes_does_not_end_the_process(tmp_path: Path) -> None:
     padding = {"strategy": {"Fixed": 2**40}, "direction": "Right", "pad_to_multiple_of": None}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from whet.tasks import read
+from whet.tasks.jsonl import Jsonl
 from whet.tasks.read import BadRow, first_row, read_file, read_json_array, read_jsonl, split_of
 from whet.types import UserError
 
@@ -208,3 +210,97 @@ def test_split_shares_and_stability() -> None:
 def test_reading_does_not_import_torch() -> None:
     code = "import sys, whet.tasks.base; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def parquet(path: Path, table: Any, **options: Any) -> Path:
+    pytest.importorskip("pyarrow.parquet").write_table(table, path, **options)
+    return path
+
+
+def test_single_precision_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """The shortest text that reads back as the same float32, at every depth; doubles and nulls stay."""
+    arrow = pytest.importorskip("pyarrow")
+    texts = ["0.1", "72.0", "1e-07", "3.4028235e+38", "16777216.0", "-0.0", "2.7182817"]
+    single = [float(text) for text in texts]
+    table = arrow.table(
+        {
+            "answer": arrow.array(single, arrow.float32()),
+            "half": arrow.array([0.1] * 7, arrow.float16()),
+            "double": arrow.array([0.1 + 0.2] * 7, arrow.float64()),
+            "rows": arrow.array(
+                [[{"x": 0.1}, {"x": None}, None]] * 7, arrow.list_(arrow.struct([("x", arrow.float32())]))
+            ),
+            "none": arrow.array([None] * 7, arrow.float32()),
+            "map": arrow.array([[("a", 0.3)]] * 7, arrow.map_(arrow.string(), arrow.float32())),
+        }
+    )
+    rows = [row for _, row in read_file(parquet(tmp_path / "r.parquet", table), required=[])[0]]
+    assert [str(row["answer"]) for row in rows] == texts
+    expected = {"half": 0.1, "double": 0.1 + 0.2, "rows": [{"x": 0.1}, {"x": None}, None], "none": None}
+    assert all({name: row[name] for name in expected} == expected for row in rows)
+    assert rows[0]["map"] == [("a", 0.3)]
+    table = table.append_column("prompt", arrow.array([f"q{n}" for n in range(7)]))
+    parquet(tmp_path / "test.parquet", table)
+    found = {p.prompt: p.answer for p in Jsonl(tmp_path).problems("test")}
+    assert (found["q0"], found["q1"], found["q2"]) == ("0.1", "72", "1e-07")
+
+
+@pytest.mark.parametrize("compression", ["zstd", "none"])
+@pytest.mark.parametrize("shape", ["text", "struct", "list", "long", "rows"])
+def test_a_parquet_bomb_is_refused_before_it_is_unpacked(
+    tmp_path: Path, shape: str, compression: str
+) -> None:
+    """One value of 2 MB that a dictionary repeats, a value that is too long, a billion rows of nothing."""
+    arrow = pytest.importorskip("pyarrow")
+    text = "a" * 2**21
+    same = arrow.DictionaryArray.from_arrays(arrow.array([0] * 3000, arrow.int32()), [text])
+    if shape == "struct":
+        table = arrow.table({"a": arrow.StructArray.from_arrays([same], names=["b"])})
+    elif shape == "list":
+        table = arrow.table({"a": arrow.ListArray.from_arrays([0, 3000], same)})
+    elif shape == "long":
+        table = arrow.table({"a": [text * 9]})
+    elif shape == "rows":
+        table = arrow.table({"a": arrow.nulls(6_000_000, arrow.int8())})
+    else:
+        table = arrow.table({"a": same})
+    path = parquet(tmp_path / "r.parquet", table, compression=compression)
+    pool = arrow.proxy_memory_pool(usual := arrow.default_memory_pool())
+    arrow.set_memory_pool(pool)
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            UserError, match=r"longer than 16,777,216 bytes; split|write it again without"
+        ) as caught:
+            read_file(path, required=[])
+        assert "\n" not in str(caught.value)
+        assert tracemalloc.get_traced_memory()[1] < 2**26
+        assert pool.max_memory() < 2**26  # of 6 GB
+    finally:
+        tracemalloc.stop()
+        arrow.set_memory_pool(usual)
+
+
+def test_repeated_values_of_common_lengths_are_read(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    rows = [
+        {"m": [{"c": "You are kind. " * 300, "n": None}, {"c": f"q{n}", "n": b"\x00"}], "s": "x" * 9000}
+        for n in range(1200)
+    ]
+    path = parquet(tmp_path / "r.parquet", arrow.Table.from_pylist(rows), row_group_size=500)
+    assert [row for _, row in read_file(path, required=[])[0]] == rows
+
+
+def test_a_gzip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read, "ROOM", 2**20)
+    path = tmp_path / "r.jsonl.gz"
+    path.write_bytes(gzip.compress(GOOD * 1 + b"\n" * 1000))
+    assert len(read_file(path, required=[])[0]) == 1
+    path.write_bytes(gzip.compress(b"[]\n" * 40_000))
+    with pytest.raises(
+        UserError, match=r"r.jsonl.gz: holds over 1,0.* bytes of lines in a file of so few bytes"
+    ):
+        read_file(path, required=[])
+    path.write_bytes(gzip.compress(b"\n" * 40_000))
+    with pytest.raises(UserError, match=r"r.jsonl.gz: holds over"):
+        read_file(path, required=[])

@@ -7,6 +7,7 @@ evaluation uses the same prompts.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ from whet.model.quant import dequantize, quantize
 from whet.model.routing import Routing, times_read
 from whet.model.steering import Steering, read_steering
 from whet.model.text.boards import boards, compose_embeddings
+from whet.model.text.chat import render_passages
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, LlamaLike, init_weights
@@ -318,7 +320,12 @@ class Policy:
             messages: Maps with 'role' and 'content'; a system message among them replaces the schema's own.
             values: Further values, such as enable_thinking=False or tools=[...] (`Tokenizer.render`).
         """
-        return self.tokenizer.render(self._asked(messages), prefix=self._prefix(values), values=values)
+        return self.tokenizer.plain(self._chat_text(messages, values))
+
+    def _chat_text(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
+        """Write the prompt with control tokens inside messages quoted: there they are text."""
+        asked = self._asked(self.tokenizer.quoted_messages(messages))
+        return self.tokenizer.render(asked, prefix=self._prefix(values), values=values)
 
     def chat_ids(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> tuple[int, ...]:
         """Return the tokens of `chat_text`; those of images name them (`whet.model.vision.ids`).
@@ -326,7 +333,7 @@ class Policy:
         Raises:
             UserError: If an image cannot be read, or the model reads text alone.
         """
-        text = self.chat_text(messages, **values)
+        text = self._chat_text(messages, values)
         pictures = [read_picture(source) for source in images_in(messages)]
         images = self.model.images
         if images is None or not pictures:
@@ -361,8 +368,42 @@ class Policy:
         return "" if is_closed else prefix
 
     def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
-        """Return a problem's prompt tokens, including the schema's opening tag if it is in the prompt."""
+        """Return a problem's prompt tokens, including the schema's opening tag if it is in the prompt.
+
+        Raises:
+            UserError: If the prompt is one that the chat template wrote already.
+        """
+        if not problem.messages:
+            self.check_prompt(problem.prompt)
         return self.chat_ids([message.as_dict() for message in problem.asked])
+
+    def check_prompt(self, prompt: str) -> None:
+        """Refuse a prompt that is the text of a chat template already: it would be written twice.
+
+        Raises:
+            UserError: With what to do.
+        """
+        if self.tokenizer.is_rendered(prompt):
+            raise UserError(
+                f"the prompt {prompt.strip()[:40]!r} is in the chat template's form already, and would get it "
+                "twice: give the question alone or the turns as messages, or take prompts as they are "
+                "(--policy.template plain)"
+            )
+
+    @functools.cached_property
+    def turn_end(self) -> int | None:
+        """The token that ends the assistant's turns as the template writes them, else EOS; None without either."""
+        eos = self.tokenizer.eos_id
+        if is_own(self.tokenizer):
+            return eos
+        chat = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}]
+        try:
+            passage = render_passages(self.tokenizer, chat, stop_ids=self.stop_ids)[-1]
+        except UserError:  # the template needs other messages
+            return eos
+        text = "".join(passage.text[slice(*span)] for span in passage.spans([1]))
+        after = self.tokenizer.encode(text.rpartition("0")[2])
+        return next((index for index in after if index in self.tokenizer.special_ids), eos)
 
     def solution(
         self, problem: Problem, *, thinking: str | None = None
@@ -379,11 +420,13 @@ class Policy:
         """
         ids: list[int] = []
         trained: list[bool] = []
+        quote = functools.partial(self.tokenizer.quoted, by_assistant=True)
+        problem = replace(problem, solution=quote(problem.solution), answer=quote(problem.answer))
         for piece, is_written in self.schema.split_results(self.solution_text(problem, thinking)):
             more = self.tokenizer.encode(piece)  # piece by piece, as an episode reads and writes them
             ids += more
             trained += [is_written] * len(more)
-        end = self.tokenizer.eos_id
+        end = self.turn_end
         if ids[-1] not in self.stop_ids and end is not None:
             ids, trained = [*ids, end], [*trained, True]
         return tuple(ids), () if all(trained) else tuple(trained)
@@ -456,7 +499,7 @@ class Policy:
                 tokens that close the policy's message before it and open the next one after it.
         """
         if inline:
-            return tuple(self.tokenizer.encode(self.schema.render_result(text)))
+            return tuple(self.tokenizer.encode(self.schema.render_result(self.tokenizer.quoted(text))))
         ids = self.tokenizer.encode_next(text, prefix=self.schema.generation_prefix)
         return tuple(ids[1:] if ids[:1] == [last_id] and last_id in self.stop_ids else ids)
 

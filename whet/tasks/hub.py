@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from whet.install import install_command
-from whet.tasks.read import BadRow, Check, Row, as_row, is_hub_name, read_json_array, read_jsonl, sift
+from whet.tasks.read import (
+    BadRow,
+    Check,
+    Row,
+    as_row,
+    is_hub_name,
+    read_json_array,
+    read_jsonl,
+    shortened,
+    sift,
+)
 from whet.types import UserError
 
 MAX_SHOWN = 300
@@ -100,8 +110,10 @@ def _as_stored(rows: Any) -> Iterable[Any]:
 
     `datasets` would decode each, without a limit; and an image that is encoded again has other bytes on every machine.
     """
-    if not _has_images(getattr(rows, "features", None)):
-        return rows
+    features = getattr(rows, "features", None)
+    if not _has_images(features):
+        schema = getattr(features, "arrow_schema", None)
+        return rows if schema is None else map(shortened(schema), rows)
     if hasattr(rows, "decode"):  # a stream
         return rows.decode(False)
     return (

@@ -28,6 +28,11 @@ Check = Callable[[Row], Any]
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_RAW = 2000
+ROOM = 256 * 2**20
+"""Bytes that a small compressed file may become; a larger one `MOST_PACKED` times its own."""
+MOST_PACKED = 200
+ROW_BYTES = 64
+"""Of a row in memory, at least."""
 FILES_AT_ONCE = 16
 """Rows of a parquet file with a binary column, such as images, that are made into Python's objects together."""
 DEV_PERCENT = TEST_PERCENT = 5
@@ -162,19 +167,139 @@ def _parquet_rows(path: Path) -> Iterator[Row | str]:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise UserError(f"{path.name}: to read parquet files, {install_command('parquet')}") from error
+    room = max(ROOM, MOST_PACKED * path.stat().st_size) if path.is_file() else ROOM
+    number = num_bytes = 0
     try:
-        with ParquetFile(
-            path, buffer_size=2**20, pre_buffer=False
-        ) as file:  # or it would read ahead without end
+        # Without pre_buffer=False it would read ahead without end. Dictionaries stay such: a file of 20 kB can name one
+        # long text a million times.
+        options: dict[str, Any] = {"buffer_size": 2**20, "pre_buffer": False}
+        with ParquetFile(path, **options) as file:
+            dictionaries, most = _check_parquet(path.name, file.metadata, room)
+            plain = file.schema_arrow.remove_metadata()
+        with ParquetFile(path, read_dictionary=dictionaries, **options) as file:
+            convert = shortened(file.schema_arrow)
             holds_files = "binary" in str(file.schema_arrow)
-            for batch in file.iter_batches(batch_size=FILES_AT_ONCE if holds_files else 1000):
+            for batch in file.iter_batches(batch_size=min(FILES_AT_ONCE if holds_files else 1000, most)):
+                num_bytes += (now := _num_bytes(batch))
+                if now > MAX_LINE_BYTES:
+                    sizes = (_num_bytes(batch.slice(i, 1)) for i in range(batch.num_rows))
+                    long = next((n for n, size in enumerate(sizes, 1) if size > MAX_LINE_BYTES), None)
+                    if long is not None:
+                        raise UserError(
+                            f"{path.name} row {number + long}: longer than {MAX_LINE_BYTES:,} bytes; split it"
+                        )
+                if num_bytes > room:
+                    raise _bomb(path.name, f"over {room:,} bytes of rows")
+                number += batch.num_rows
+                # To Python's objects, dictionaries go by one scalar at a time.
+                batch = batch.cast(plain) if dictionaries else batch
                 try:
-                    yield from batch.to_pylist()
+                    yield from map(convert, batch.to_pylist())
                 except UnicodeDecodeError:
-                    yield from map(_parquet_row, (batch.slice(i, 1) for i in range(batch.num_rows)))
+                    rows = (_parquet_row(batch.slice(i, 1)) for i in range(batch.num_rows))
+                    yield from (row if isinstance(row, str) else convert(row) for row in rows)
     except (ArrowException, OSError) as error:
         text = str(error).splitlines()[0][:160]
         raise UserError(f"{path.name}: not a parquet file that can be read ({text})") from error
+
+
+def _bomb(name: str, what: str) -> UserError:
+    return UserError(
+        f"{name}: holds {what} in a file of so few bytes; write it again without such compression"
+    )
+
+
+def _check_parquet(name: str, metadata: Any, room: int) -> tuple[list[str], int]:
+    """Look at what the file says of its size.
+
+    Returns:
+        The columns of text that may grow beyond measure, to be read as dictionaries, and the rows to read together.
+
+    Raises:
+        UserError: If a column becomes implausibly large.
+    """
+    if metadata.num_rows * ROW_BYTES > room:
+        raise _bomb(name, f"{metadata.num_rows:,} rows")
+    dictionaries, most = set(), sys.maxsize
+    for group in range(metadata.num_row_groups):
+        for place in range(metadata.num_columns):
+            chunk, kind = metadata.row_group(group).column(place), metadata.schema.column(place)
+            width = kind.length if kind.physical_type == "FIXED_LEN_BYTE_ARRAY" else 8
+            if max(chunk.total_uncompressed_size, chunk.num_values * width) > room:
+                raise _bomb(name, f"column {kind.path[:60]!r} of over {room:,} bytes")
+            # Short enough if each value were the whole column.
+            if kind.physical_type != "BYTE_ARRAY" or chunk.num_values * chunk.total_uncompressed_size <= ROOM:
+                continue
+            if (
+                "DELTA_BYTE_ARRAY" in chunk.encodings
+            ):  # values share what they begin with: each may be as long
+                most = min(most, max(1, ROOM // chunk.total_uncompressed_size))
+            else:
+                dictionaries.add(kind.path)
+    return sorted(dictionaries), most
+
+
+def _num_bytes(value: Any) -> int:
+    """Return the bytes of an Arrow batch or array once its rows stand by themselves."""
+    from pyarrow import compute, types
+
+    if not hasattr(value, "type"):
+        return sum(map(_num_bytes, value.columns))
+    if types.is_dictionary(value.type):
+        if not len(value) or not hasattr(value.dictionary, "buffers"):
+            return 0
+        lengths = compute.binary_length(value.dictionary)
+        return (compute.sum(lengths.take(value.indices)).as_py() or 0) + 8 * len(value)
+    if types.is_struct(value.type):
+        return sum(map(_num_bytes, value.flatten()))
+    if types.is_list(value.type) or types.is_large_list(value.type) or types.is_fixed_size_list(value.type):
+        return _num_bytes(value.flatten()) + 8 * len(value)
+    return value.nbytes
+
+
+def shortened(schema: Any) -> Callable[[Any], Any]:
+    """Return what makes a row of an Arrow schema's single-precision numbers the ones that are meant: 0.1, which is
+    stored as 0.10000000149011612, is the shortest text that reads back as the same number."""
+    fields = {name: change for name in schema.names if (change := _shortened(schema.field(name).type))}
+    if not fields:
+        return lambda row: row
+    return lambda row: {name: fields[name](value) if name in fields else value for name, value in row.items()}
+
+
+def _shortened(kind: Any) -> Callable[[Any], Any] | None:
+    import numpy as np  # not for files without such columns
+    from pyarrow import types
+
+    if types.is_float32(kind) or types.is_float16(kind):
+        single = np.float32 if types.is_float32(kind) else np.float16
+        return lambda value: None if value is None else float(str(single(value)))
+    if types.is_struct(kind):
+        fields = {
+            name: change
+            for n in range(kind.num_fields)
+            if (name := kind.field(n).name) and (change := _shortened(kind.field(n).type))
+        }
+        return (
+            (
+                lambda row: (
+                    None
+                    if row is None
+                    else {
+                        name: fields[name](value) if name in fields else value for name, value in row.items()
+                    }
+                )
+            )
+            if fields
+            else None
+        )
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inner = _shortened(kind.value_type)
+        return (
+            (lambda values: None if values is None else [inner(value) for value in values]) if inner else None
+        )
+    if types.is_map(kind) and (item := _shortened(kind.item_type)):
+        return lambda pairs: None if pairs is None else [(key, item(value)) for key, value in pairs]
+    return None
 
 
 def _parquet_row(batch: Any) -> Row | str:
@@ -308,7 +433,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield line numbers and lines in UTF-8, of bounded length, without a byte order mark."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            number = 0
+            number = total = 0
+            most = max(ROOM, MOST_PACKED * path.stat().st_size)
             # Spreadsheets save "Unicode text" so, and say it with a mark.
             is_wide = file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
             text = io.TextIOWrapper(file, "utf-16", newline="\n") if is_wide else None
@@ -317,7 +443,9 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 if text
                 else file.readline(MAX_LINE_BYTES + 1)
             ):
-                number += 1
+                number, total = number + 1, total + len(line) + ROW_BYTES
+                if total > most and path.suffix == ".gz":
+                    raise _bomb(path.name, f"over {most:,} bytes of lines")
                 if len(line) > MAX_LINE_BYTES:
                     raise UserError(
                         f"{path.name} line {number}: longer than {MAX_LINE_BYTES:,} bytes; split it"

@@ -53,18 +53,24 @@ class Texts:
 
 
 def fold_prompts(problems: Sequence[Problem]) -> Texts:
-    """Fold the prompts of problems; words about different images are different words."""
+    """Fold the prompts of problems, whole conversations where they are some; words about different images are different
+    words.
+
+    System messages tell prompts apart, but their words are not compared: all rows of a data set may have the same ones.
+    """
     keys: dict[View, list[bytes]] = {view: [] for view in VIEWS}
     words: dict[View, list[int]] = {view: [] for view in VIEWS}
     num_words = np.zeros(len(problems), dtype=np.int64)
     known: dict[str, int] = {NUMBER: int(NUMBER_HASH)}
     for index, problem in enumerate(problems):
-        tokens = fold(problem.prompt)
+        said = [m.content for m in problem.messages if m.role != "system"] or [problem.prompt]
+        tokens = fold("\n".join(said))
+        system = [" ".join(fold(m.content)) for m in problem.messages if m.role == "system"]
         images = all_images(problem)
         mark = _number_of("\x00".join(images)) if images else 0
         masked = [NUMBER if token[0].isdigit() else token for token in tokens]
         for view, shown in zip(VIEWS, (tokens, masked), strict=True):
-            whole = "\x00".join((" ".join(shown), *images))
+            whole = "\x00".join((" ".join(shown), *images, *system))
             keys[view].append(hashlib.blake2b(whole.encode(), digest_size=16).digest())
             kept = [token for token in shown if token[0].isalnum() or token == NUMBER]
             for token in kept:

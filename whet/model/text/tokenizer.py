@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,10 @@ FILES = ("tokenizer.json", *CONFIGS, "added_tokens.json", *TEMPLATES)
 RESERVED = ("messages", "add_generation_prompt", "strftime_now", "range", TODAY)
 MARK = "\u2402words\u2403"
 """Stands for words of a message where what the template writes around them is looked for."""
+QUOTE = f"Q{secrets.token_hex(8)}x"
+"""Begins what stands for a control token that is only text (`Tokenizer.quoted`): no text can hold it by chance or on
+purpose, and no template changes it."""
+QUOTED = re.compile(rf"{QUOTE}(\d+)Z")
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 CUES = ("add_generation_prompt", "continue_final_message")
 """Values that say how a prompt ends, as transformers has them."""
@@ -43,6 +49,11 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message's thinking: templates read one of them."""
 LOCAL_STEPS = frozenset({"ByteLevel", "ByteFallback", "Fuse"})
 """Steps of decoders that spell a token alike at the start of a text and inside it."""
+
+PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+MAX_GROWTH, MAX_STEPS, MAX_PATTERN = 256, 100, 2**14
+"""Bounds of an untrusted tokenizer's parts: how many times as long they may make a text, their steps, and the letters
+of a pattern. SentencePiece's table of characters alone makes 33 bytes of one letter."""
 
 Values = Mapping[str, bool | str]
 """Further values for a chat template that are kept with it, such as enable_thinking."""
@@ -177,12 +188,16 @@ class Tokenizer:
         """
         try:
             text.encode()
+            if QUOTE in text:
+                return [index for index, _, _ in self._encode_quoted(text)]
             return self._backend.encode(text, add_special_tokens=False).ids
         except UnicodeEncodeError as error:
             raise UserError(
                 f"text contains a lone surrogate at character {error.start}: not Unicode"
             ) from error
-        except Exception as error:  # a bare Exception: the vocabulary has no token for unknown text
+        except BaseException as error:  # a bare Exception, or a panic of a regular expression: PanicException
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
             raise UserError(f"tokenizer.json cannot encode {text[:40]!r}: {str(error)[:200]}") from error
 
     def spans(self, text: str) -> list[tuple[int, int, int]]:
@@ -194,6 +209,155 @@ class Tokenizer:
         ids = self.encode(text)
         offsets = self._backend.encode(text, add_special_tokens=False).offsets
         return [(index, start, end) for index, (start, end) in zip(ids, offsets, strict=True)]
+
+    @functools.cached_property
+    def _control(self) -> dict[int, str]:
+        """Texts of the control tokens that the library finds in a text, by id."""
+        added = self._backend.get_added_tokens_decoder()
+        return {index: token.content for index, token in added.items() if token.special and token.content}
+
+    @functools.cached_property
+    def _control_pattern(self) -> re.Pattern[str]:
+        texts = sorted(self._control.values(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+    @functools.cached_property
+    def _around(self) -> frozenset[str]:
+        """Control tokens that the template writes around messages: an assistant never writes them itself."""
+        user, assistant = {"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}
+        found = set[str]()
+        for messages in ([user], [{"role": "system", "content": MARK}, user], [user, assistant, user]):
+            try:
+                found |= set(self._control_pattern.findall(self._render(messages, cue=False)))
+            except UserError:  # no template, or none for such messages
+                continue
+        return frozenset(found)
+
+    def quoted(self, text: str, *, by_assistant: bool = False) -> str:
+        """Return a text in which the texts of control tokens stay text when it is encoded.
+
+        `encode`, `encode_marked` and what they are made of read it; `plain` is its inverse.
+
+        Args:
+            text: What a user, a tool or an assistant wrote.
+            by_assistant: Quote only tokens that the template writes around messages, BOS and those that end texts: an
+                assistant writes others, such as those around calls, itself. One at the end of the text that ends a
+                generation is left out, because the turn's own end follows.
+        """
+        if not self._control_pattern.search(text):
+            return text
+        kept = None
+        if by_assistant:
+            stops = {self._texts[index] for index in self.stop_ids if index in self._texts}
+            kept = (
+                stops
+                | self._around
+                | {self._roles[r] for r in ("bos_token", "eos_token") if r in self._roles}
+            )
+            ends = tuple(stops & set(self._control.values()))
+            while ends and (rest := text.rstrip()).endswith(ends):
+                text = rest[: -max(len(end) for end in ends if rest.endswith(end))]
+        ids = {content: index for index, content in self._control.items()}
+
+        def quote(match: re.Match[str]) -> str:
+            return f"{QUOTE}{ids[match[0]]}Z" if kept is None or match[0] in kept else match[0]
+
+        return self._control_pattern.sub(quote, text)
+
+    def quoted_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Quote the words of messages (`quoted`): content, thinking, and the arguments of calls."""
+        if self.chat_template == PLAIN_TEMPLATE:  # the user's text is the whole prompt, as it stands
+            return [dict(message) for message in messages]
+        found = []
+        for message in messages:
+            quote = functools.partial(self.quoted, by_assistant=message.get("role") == "assistant")
+            names = {"content", "tool_calls", *THOUGHTS} & message.keys()
+            found.append({**message, **{name: _deeply(quote, message[name]) for name in names}})
+        return found
+
+    def plain(self, text: str) -> str:
+        """Return a text with quoted control tokens as they were written."""
+        return QUOTED.sub(lambda match: self._control[int(match[1])], text) if QUOTE in text else text
+
+    @functools.cached_property
+    def _verbatim(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """A backend that takes control tokens for text, with an alias for each of them; their ids by their aliases'."""
+        backend = tokenizers.Tokenizer.from_str(self._aligned.to_str())
+        backend.encode_special_tokens = True
+        aliases = {index: f"{QUOTE}{index}A" for index in self._control}
+        backend.add_tokens([AddedToken(alias, normalized=False) for alias in aliases.values()])
+        return backend, {backend.token_to_id(alias): index for index, alias in aliases.items()}
+
+    def _encode_quoted(self, text: str) -> list[tuple[int, int, int]]:
+        """Encode a text with quoted control tokens; return ids, each with its place in the text."""
+        found = self._aligned.encode(text, add_special_tokens=False)
+        places = [
+            (start, end, f"{QUOTE}{index}A")
+            for index, (start, end) in zip(found.ids, found.offsets, strict=True)
+            if index in self._control and text[start:end].strip() == self._control[index].strip()
+        ]
+        places += [(*match.span(), self._control[int(match[1])]) for match in QUOTED.finditer(text)]
+        written, moves, done = "", [(0, 0, 0)], 0
+        for start, end, instead in sorted(places):
+            written += text[done:start] + instead
+            moves.append((len(written) - len(instead), len(written), start))
+            moves.append((len(written), len(written), end))
+            done = end
+        written += text[done:]
+        backend, ids = self._verbatim
+        found = backend.encode(written, add_special_tokens=False)
+
+        def place(offset: int, *, is_end: bool) -> int:
+            at = max(
+                n for n, move in enumerate(moves) if move[0] <= (offset - 1 if is_end else offset) or n == 0
+            )
+            first, last, source = moves[at]
+            if first == last:  # as it stands in the text
+                return source + offset - first
+            return moves[at + 1][2] if is_end else source
+
+        return [
+            (ids.get(index, index), place(start, is_end=False), place(max(end, start + 1), is_end=True))
+            for index, (start, end) in zip(found.ids, found.offsets, strict=True)
+        ]
+
+    def _encode_placed(self, text: str) -> list[tuple[int, int, int]]:
+        """Encode a text; return ids, each with its place, spaces included."""
+        if QUOTE in text:
+            return self._encode_quoted(text)
+        found = self._aligned.encode(text, add_special_tokens=False)
+        return [(index, *span) for index, span in zip(found.ids, found.offsets, strict=True)]
+
+    def _encode_following(self, text: str) -> list[tuple[int, int, int]]:
+        """Encode a text that goes on after another one, as a model does that was sampled: without a space before it."""
+        found = self._encode_placed(text)
+        if self.decode_completion((0,), [index for index, _, _ in found]) == self.plain(text):
+            return found
+        behind = self._encode_placed(f"\n{text}")
+        if any(start < 1 < end for _, start, end in behind):
+            return found
+        return [(index, start - 1, end - 1) for index, start, end in behind if end > 1]
+
+    def is_rendered(self, text: str) -> bool:
+        """Say whether a text is a prompt already: it begins or ends as only the template's own text does."""
+        if self.chat_template in (None, BASE_TEMPLATE, PLAIN_TEMPLATE):
+            return False
+        text, ending = text.strip(), self.ending().strip()
+        bos = self._roles.get("bos_token", "")
+        if bos and text.startswith(bos):
+            return bos != "<s>" or "</s>" not in text  # HTML's, unless the rest is the template's
+        has_end = bool(self._control_pattern.search(ending)) or ending.startswith("[/")
+        opening = self._control_pattern.findall(self._opening.removeprefix(bos))[:1]
+        return has_end and text.endswith(ending) or bool(opening) and text.startswith(opening[0])
+
+    @functools.cached_property
+    def _opening(self) -> str:
+        """What the template writes before the user's words; '' if it fails."""
+        try:
+            text = self.render([{"role": "user", "content": MARK}])
+        except UserError:
+            return ""
+        return text.rpartition(MARK)[0]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids as the start of a text: control tokens visible, split characters and unknown ids as U+FFFD.
@@ -312,7 +476,9 @@ class Tokenizer:
 
     def encode_conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Render whole messages without a generation cue, and encode them; BOS as in `encode_prompt`."""
-        return self._led(self.encode(self._render(messages, cue=False)), self.prompt_bos)
+        return self._led(
+            self.encode(self._render(self.quoted_messages(messages), cue=False)), self.prompt_bos
+        )
 
     def _led(self, ids: list[int], is_wanted: bool) -> list[int]:
         """Return the ids with one BOS before them where it is wanted and not there."""
@@ -321,35 +487,57 @@ class Tokenizer:
         return [self.bos_id, *ids]
 
     def encode_marked(
-        self, text: str, spans: Sequence[tuple[int, int]]
+        self, text: str, spans: Sequence[tuple[int, int]], *, cuts: bool = False
     ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """Encode a rendered conversation, and find the tokens of parts of it.
 
         Args:
             text: The whole text; it starts with BOS as in `encode_prompt`.
             spans: (start, end) of the parts in characters, ascending.
+            cuts: Cut a token that joins the last letters before a part with its first ones in two: whoever samples
+                the part has only those before it.
 
         Returns:
             The ids, and True for those with at least one character of a part (as transformers' assistant masks have
             it); a control token that begins before a part is not of it, though it may swallow white space there.
         """
         self.encode(text)  # raises what is to be said of text that has no ids
-        found = self._aligned.encode(text, add_special_tokens=False)
+        found = self._encode_placed(text)
+        starts = {start for start, _ in spans}
+        places = [
+            next(place for place in range(a + 1, b) if place in starts)
+            for index, a, b in found
+            if cuts and index not in self._control and not starts.isdisjoint(range(a + 1, b))
+        ]
+        if places:
+            found = self._encode_placed(text[: places[0]])
+            for start, end in zip(places, [*places[1:], len(text)], strict=True):
+                found += [(i, a + start, b + start) for i, a, b in self._encode_following(text[start:end])]
         marked = []
         place = 0
-        for index, (start, end) in zip(found.ids, found.offsets, strict=True):
+        for index, start, end in found:
             while place < len(spans) and spans[place][1] <= start:
                 place += 1
             inside = place < len(spans) and spans[place][0] < max(end, start + 1)
             is_control = index in self.special_ids and index != self.unk_id
             marked.append(inside and not (is_control and start < spans[place][0]))
-        ids = self._led(list(found.ids), self.prompt_bos)
+        ids = self._led([index for index, _, _ in found], self.prompt_bos)
         return tuple(ids), (False,) * (len(ids) - len(marked)) + tuple(marked)
 
     def encode_document(self, text: str) -> tuple[int, ...]:
-        """Encode a text that stands alone: BOS where the tokenizer writes one, the text, EOS where there is one."""
+        """Encode a text that stands alone: BOS where the tokenizer writes one, the text, EOS where there is one.
+
+        A text that ends with a control token, such as that of a turn's end, has its end already.
+        """
         ids = self._led(self.encode(text), self.adds_bos)
-        return tuple(ids if self.eos_id is None or ids[-1:] == [self.eos_id] else [*ids, self.eos_id])
+        if self.eos_id is None or self.last_control(ids[1:]) is not None or ids[-1:] == [self.eos_id]:
+            return tuple(ids)
+        return (*ids, self.eos_id)
+
+    def last_control(self, ids: Sequence[int]) -> int | None:
+        """Return the control token that a text ends with, but for white space; None if it ends otherwise."""
+        last = next((index for index in reversed(ids) if self.token_text(index).strip()), None)
+        return last if last in self._control and last != self.unk_id else None
 
     def render_turn(
         self, messages: Sequence[Mapping[str, Any]], *, cue: bool, values: Mapping[str, Any] | None = None
@@ -388,7 +576,7 @@ class Tokenizer:
         Raises:
             UserError: If the template drops replies, or rewrites earlier messages.
         """
-        turns = (("user", "0"), ("assistant", MARK), ("user", text))
+        turns = (("user", "0"), ("assistant", MARK), ("user", self.quoted(text)))
         rendered = self.render([{"role": role, "content": said} for role, said in turns], prefix=prefix)
         if MARK not in rendered:
             raise UserError("chat template drops earlier replies: multi-turn episodes need them")
@@ -511,10 +699,11 @@ class Tokenizer:
         text, defaults = (read_text(where), {}) if where != home else _converted(home)
         try:
             backend = tokenizers.Tokenizer.from_str(text)
+            _check_growth(backend)
             backend.no_padding()  # before anything is encoded: padding to 2**40 would abort the process
             backend.encode("a")
         except BaseException as error:  # the library raises bare Exception; its panics are BaseException
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            if isinstance(error, (KeyboardInterrupt, SystemExit, UserError)):
                 raise
             raise UserError(
                 f"{where}: not a tokenizer that `tokenizers` reads: {str(error)[:300]}"
@@ -663,6 +852,16 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return given if thought is None else {"thinking": thought, **given, "reasoning_content": thought}
 
 
+def _deeply(change: Callable[[str], str], value: Any) -> Any:
+    """Change every text of a nested value, but for the names of fields."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        fixed = ("type", "image", "image_url", "url", "path", "base64")  # of parts of a message
+        return {name: inner if name in fixed else _deeply(change, inner) for name, inner in value.items()}
+    return [_deeply(change, inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
 def _tokens(texts: Sequence[str]) -> list[AddedToken]:
     return [AddedToken(text, special=True, normalized=False) for text in texts]
 
@@ -705,6 +904,67 @@ def _steps(backend: tokenizers.Tokenizer) -> list[str]:
                 "ByteLevel, ByteFallback, Metaspace, WordPiece, Replace, Fuse, or Strip at the start"
             )
     return [step["type"] for step in steps if "String" not in step.get("pattern", ())]
+
+
+def _pipeline(backend: tokenizers.Tokenizer) -> dict[str, list[dict[str, Any]]]:
+    """Return the steps of a tokenizer's four parts, those of nested sequences one after the other."""
+    holder = tokenizers.Tokenizer(models.BPE())  # without the vocabulary, which takes long to write
+    for part in PARTS:
+        setattr(holder, part, getattr(backend, part))
+    nodes = json.loads(holder.to_str())
+    found: dict[str, list[dict[str, Any]]] = {}
+    for part in PARTS:
+        waiting, found[part] = [nodes[part]], []
+        while waiting:
+            node = waiting.pop(0)
+            if isinstance(node, dict) and node.get("type") == "Sequence":
+                waiting = [
+                    step for steps in node.values() if isinstance(steps, list) for step in steps
+                ] + waiting
+            elif isinstance(node, dict):
+                found[part].append(node)
+    return found
+
+
+def _check_growth(backend: tokenizers.Tokenizer) -> None:
+    """Refuse a tokenizer that could multiply a text: the library would abort the whole process.
+
+    Raises:
+        UserError: With the part.
+    """
+    for part, steps in _pipeline(backend).items():
+        growth = 1.0
+        for step in steps:
+            growth *= _growth(step)
+            if len(json.dumps(step.get("pattern"))) > MAX_PATTERN:
+                raise UserError(
+                    f"tokenizer.json: {part} has a pattern of over {MAX_PATTERN:,} characters; it is not read"
+                )
+        if growth > MAX_GROWTH or len(steps) > MAX_STEPS:
+            raise UserError(
+                f"tokenizer.json: {part} could make a text {min(growth, 1e9):,.0f} times as long in {len(steps)} "
+                f"steps; expected at most {MAX_GROWTH} times in {MAX_STEPS}"
+            )
+
+
+def _growth(step: Mapping[str, Any]) -> float:
+    """Return by how much a step may multiply a text's length."""
+    kind = step.get("type")
+    if kind == "Replace":
+        pattern = step["pattern"]
+        letters = len(pattern["String"]) if "String" in pattern else 0
+        content = len(step["content"])
+        return max(1.0, content / letters) if letters else 1.0 + content  # a regex may match between letters
+    if kind == "Prepend":
+        return 1.0 + len(step["prepend"])
+    if kind == "Precompiled":  # a trie, then the texts that it replaces others by, each with a 0 at its end
+        data = base64.b64decode(step["precompiled_charsmap"] or "")
+        texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
+        return float(max(map(len, texts), default=1) or 1)
+    if kind == "TemplateProcessing":
+        pieces = [piece for name in ("single", "pair") for piece in step.get(name) or ()]
+        return float(max(1, len(pieces) / 2))
+    return {"BertNormalizer": 3.0, "ByteLevel": 2.0, "Metaspace": 2.0}.get(str(kind), 1.0)
 
 
 def _converted(folder: Path) -> tuple[str, dict[str, str]]:

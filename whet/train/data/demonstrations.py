@@ -133,7 +133,7 @@ def render_conversation(
         problem: The conversation, and its tools in `meta`.
         stop_ids: Further ids that end a turn.
     """
-    messages = [message.as_dict() for message in conversation(problem)]
+    messages = tokenizer.quoted_messages([message.as_dict() for message in conversation(problem)])
     values: dict[str, Any] = {}
     if problem.meta.get(TOOLS):
         values["tools"] = json.loads(problem.meta[TOOLS])
@@ -269,6 +269,9 @@ def demonstrate(
             kept.append(part.problem)
             longest = max(longest, part.sequence.num_tokens)
             thoughtless += part.is_thoughtless
+            last = policy.tokenizer.last_control(part.sequence.completion_ids)
+            if kind_of(problem) == "solution" or last == policy.turn_end:
+                ends |= {last} - {None}
             if kind_of(problem) == "chat":
                 found = _end_ids(policy, part.sequence)
                 endless += None in found
@@ -314,6 +317,8 @@ def _unfold(policy: Policy, problem: Problem, turns: Turns) -> list[_Part]:
     if kind_of(problem) != "chat":
         return [_Part(problem, demonstration(policy, problem))]
     messages = conversation(problem)
+    if not problem.messages:
+        policy.check_prompt(problem.prompt)
     passages = render_conversation(policy.tokenizer, problem, stop_ids=policy.stop_ids)
     parts = []
     for passage in passages if turns == "all" else passages[-1:]:
@@ -321,6 +326,7 @@ def _unfold(policy: Policy, problem: Problem, turns: Turns) -> list[_Part]:
         learnt = written if turns == "all" else [turn for turn in written if turn == len(messages) - 1]
         if learnt:
             texts = {turn: "".join(passage.text[slice(*s)] for s in passage.turns[turn]) for turn in learnt}
+            texts = {turn: policy.tokenizer.plain(text) for turn, text in texts.items()}
             lost = any(messages[turn].thinking.strip() not in text for turn, text in texts.items())
             parts.append(_Part(_until(problem, learnt), _encode(policy, passage, learnt), lost))
     return parts
@@ -366,7 +372,7 @@ def _learnt(problem: Problem, passage: Passage) -> list[int]:
 
 def _encode(policy: Policy, passage: Passage, learnt: Sequence[int]) -> TrainingSequence:
     """Encode the whole text at once; everything before the first learnt token is the prompt."""
-    ids, trained = policy.tokenizer.encode_marked(passage.text, passage.spans(learnt))
+    ids, trained = policy.tokenizer.encode_marked(passage.text, passage.spans(learnt), cuts=True)
     first = max(trained.index(True), 1)
     rest = trained[first:]
     return TrainingSequence(

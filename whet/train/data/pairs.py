@@ -16,6 +16,7 @@ from whet.ranks.collectives import all_reduce_sum, shard
 from whet.tasks.hub import find_parts, read_hub
 from whet.tasks.read import ENDINGS, BadRow, Check, Row, is_hub_name, read_file, text_fault
 from whet.tasks.sets import PAIR_SETS
+from whet.train.data.demonstrations import learn_ends
 from whet.train.data.harvest import Judged, choose, distinct, is_right
 from whet.types import Problem, UserError, problem_uid
 
@@ -254,6 +255,12 @@ def read_pairs(
         bad_rows += left_out
     contents = [found for _, row in rows if not isinstance(found := _contents(row, singly=singly), str)]
     encode = encode_conversations if whole else _encode
+    for messages, *_ in contents:
+        if len(messages) == 1:
+            policy.check_prompt(messages[0]["content"])
+    if not whole and policy.turn_end is not None:
+        for line in learn_ends(policy, frozenset({policy.turn_end})):
+            print(f"whet: {line}", flush=True)
     pairs = [encode(policy, *contents[index]) for index in shard(len(contents))]
     if singly:
         pairs = list(singles(pairs))
@@ -279,8 +286,8 @@ def _encode(policy: Policy, messages: Messages, chosen: str, rejected: str, marg
     def completion_ids(text: str) -> tuple[int, ...]:
         if not text:
             return ()
-        ids = policy.tokenizer.encode(text.removeprefix(prefix))
-        end = policy.tokenizer.eos_id
+        ids = policy.tokenizer.encode(policy.tokenizer.quoted(text.removeprefix(prefix), by_assistant=True))
+        end = policy.turn_end
         return tuple(ids if end is None or ids[-1:] and ids[-1] in policy.stop_ids else [*ids, end])
 
     return Pair(
