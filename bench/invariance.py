@@ -152,7 +152,7 @@ def main() -> int:
     peers: dict[str, Row] = {}
     if not options.no_peers:
         if importlib.util.find_spec("trl") is None:
-            print("\nTRL is not installed (pip install 'whet[peers]'): its table is left out.")
+            print("\nTRL is not installed (pip install 'whet-rl[peers]'): its table is left out.")
         else:
             peers = trl_rows(list(TRL_SETTINGS)[:8] if options.quick else list(TRL_SETTINGS))
             print_table("TRL's GRPOTrainer, float32, one process", peers)

@@ -467,14 +467,17 @@ def test_the_advice_is_the_command_that_works_here(monkeypatch: pytest.MonkeyPat
     wheel = "https://example.org/whet-0.1.0-py3-none-any.whl"
     repository = {"vcs": "git", "commit_id": "abc"}
     for source, words in (
-        ({}, "install 'whet[web]'"),
+        ({}, "install 'whet-rl[web]'"),
         (
             {"url": tmp_path.as_uri(), "dir_info": {"editable": True}},
             f"install -e '{tmp_path}[web]' -c {tmp_path}/constraints.txt",
         ),
         ({"url": tmp_path.as_uri(), "dir_info": {}}, f"install '{tmp_path}[web]'"),
-        ({"url": "https://h/w.git", "vcs_info": repository}, "install 'whet[web] @ git+https://h/w.git@abc'"),
-        ({"url": wheel, "archive_info": {}}, f"install 'whet[web] @ {wheel}'"),
+        (
+            {"url": "https://h/w.git", "vcs_info": repository},
+            "install 'whet-rl[web] @ git+https://h/w.git@abc'",
+        ),
+        ({"url": wheel, "archive_info": {}}, f"install 'whet-rl[web] @ {wheel}'"),
     ):
         monkeypatch.setattr(install, "_source", lambda source=source: source)
         assert install.install_command("web") == f"{pip} {words}"

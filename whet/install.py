@@ -1,4 +1,4 @@
-"""How to install what is missing, for how whet itself was installed; imports nothing but Python's own library."""
+"""How to install what is missing, for how whet itself was installed; imports no other package."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from whet.types import UserError
+
+DISTRIBUTION = "whet-rl"
+"""Name of the package in an index, where `whet` is somebody else's; what is imported is `whet`."""
 CORE = (
     "torch",
     "numpy",
@@ -45,10 +49,31 @@ def install_command(extra: str = "") -> str:
         return f"{pip} install -e {_quoted(folder + suffix)}{pinned}"
     if "vcs_info" in source:
         found = source["vcs_info"]
-        return f"{pip} install 'whet{suffix} @ {found['vcs']}+{url}@{found['commit_id']}'"
+        return f"{pip} install '{DISTRIBUTION}{suffix} @ {found['vcs']}+{url}@{found['commit_id']}'"
     if "archive_info" in source:
-        return f"{pip} install 'whet{suffix} @ {url}'"
-    return f"{pip} install 'whet{suffix}'"
+        return f"{pip} install '{DISTRIBUTION}{suffix} @ {url}'"
+    return f"{pip} install '{DISTRIBUTION}{suffix}'"
+
+
+SYSTEMS = "whet runs on Linux and macOS; on Windows use WSL2"
+
+
+def wrong_system() -> str:
+    """Return the line about a system that whet does not run on; '' on any other."""
+    try:
+        import fcntl  # noqa: F401
+        import resource  # noqa: F401
+        import termios  # noqa: F401
+    except ImportError:
+        return SYSTEMS
+    return ""
+
+
+class NoPosix:
+    """Stands for a POSIX module where there is none: importing a module of whet does not fail, its use says why."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UserError(SYSTEMS)
 
 
 def missing_core(error: ModuleNotFoundError) -> str:
@@ -62,7 +87,7 @@ def missing_core(error: ModuleNotFoundError) -> str:
 def _source() -> dict[str, Any]:
     """Return where whet was installed from (PEP 610): {} from an index; a checkout that runs in place is editable."""
     try:
-        text = metadata.distribution("whet").read_text("direct_url.json")
+        text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
     except metadata.PackageNotFoundError:
         folder = Path(__file__).resolve().parents[1]
         return {"url": folder.as_uri(), "dir_info": {"editable": True}}

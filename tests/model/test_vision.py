@@ -36,7 +36,7 @@ from whet.model.vision.store import ImageStore, Picture
 from whet.model.weights import load_model, save_model
 from whet.types import Segment, UserError
 
-peft = Late("peft", reason="PEFT is not installed: pip install 'whet[peft]'")
+peft = Late("peft", reason="PEFT is not installed: pip install 'whet-rl[peft]'")
 FLOAT, DOUBLE = 1e-4, 1e-6
 """Both sides compute in another order; logits are of the order 1. Tables of positions are float32 in float64, too."""
 PROMPTS = {

@@ -25,7 +25,7 @@ from whet.train.objective.objective import Objective
 from whet.train.optim.step import OptimConfig, Optimizer
 from whet.types import Group, Problem, Sample
 
-peer: Any = Late("trl_peer", reason="TRL is not installed: pip install 'whet[peers]'")
+peer: Any = Late("trl_peer", reason="TRL is not installed: pip install 'whet-rl[peers]'")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 MAX_LENGTH, GROUP_SIZE = 12, 4

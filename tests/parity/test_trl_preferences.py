@@ -27,7 +27,7 @@ from whet.train.dpo import DPOConfig, train_step, with_reference
 from whet.train.optim.step import OptimConfig
 from whet.types import UserError
 
-peer: Any = Late("trl_peer", reason="TRL is not installed: pip install 'whet[peers]'")
+peer: Any = Late("trl_peer", reason="TRL is not installed: pip install 'whet-rl[peers]'")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 OPTIM = OptimConfig(token_budget=40)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-uvicorn = pytest.importorskip("uvicorn", reason="whet serve is an extra: pip install 'whet[web]'")
+uvicorn = pytest.importorskip("uvicorn", reason="whet serve is an extra: pip install 'whet-rl[web]'")
 import httpx  # noqa: E402
 
 from whet.serve import headers  # noqa: E402

@@ -52,7 +52,7 @@ from whet.serve.stream import chat_prompt, unread_note
 from whet.types import Problem, UserError
 
 for package in ("uvicorn", "starlette", "openai"):
-    pytest.importorskip(package, reason="whet serve is an extra: pip install 'whet[web]' openai")
+    pytest.importorskip(package, reason="whet serve is an extra: pip install 'whet-rl[web]' openai")
 import openai  # noqa: E402
 import uvicorn  # noqa: E402
 

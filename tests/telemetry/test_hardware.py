@@ -272,7 +272,7 @@ def test_two_nvidia_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_driver_library_has_every_name_that_is_used() -> None:
-    pynvml = pytest.importorskip("pynvml", reason="needs nvidia-ml-py: pip install 'whet[hardware]'")
+    pynvml = pytest.importorskip("pynvml", reason="needs nvidia-ml-py: pip install 'whet-rl[hardware]'")
     used = set(re.findall(r"pynvml\.(\w+)", inspect.getsource(nvidia_devices)))
     assert len(used) == 11
     assert used == {name for name in used if hasattr(pynvml, name)}

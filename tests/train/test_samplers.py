@@ -55,7 +55,7 @@ from whet.train.rollout.source import RolloutSource
 from whet.types import UserError
 
 for package in ("uvicorn", "starlette", "httpx"):
-    pytest.importorskip(package, reason="whet serve is an extra: pip install 'whet[web]' httpx")
+    pytest.importorskip(package, reason="whet serve is an extra: pip install 'whet-rl[web]' httpx")
 import httpx  # noqa: E402
 import uvicorn  # noqa: E402
 

@@ -17,6 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from whet.install import install_command
 from whet.model.files import CONVERTED, find_files, read_json, read_text
 from whet.model.text.template import (
     BASE_TEMPLATE,
@@ -978,8 +979,8 @@ def _converted(folder: Path) -> tuple[str, dict[str, str]]:
         from transformers import AutoTokenizer
     except ImportError:
         raise UserError(
-            f"{folder}: no tokenizer.json there; transformers converts its other tokenizer files: pip install "
-            "'whet[convert]', or save the folder with AutoTokenizer"
+            f"{folder}: no tokenizer.json there; transformers converts its other tokenizer files: "
+            f"{install_command('convert')}, or save the folder with AutoTokenizer"
         ) from None
     try:
         found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
