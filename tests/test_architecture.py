@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -18,7 +19,7 @@ import bare
 import mutants
 import pytest
 
-from whet import __main__, cli
+from whet import __main__, cli, install
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "whet"
@@ -361,6 +362,43 @@ def of_one_maker(name: str, tree: ast.Module) -> list[str]:
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         found += [f"{name}: {each}" for each in names if each.partition(".")[0] in ONE_MAKERS]
     return found
+
+
+FOREIGN_NAME = re.compile(
+    r"pip install (?:-\S+ )*['\"]?whet(?![\w.-])|(?<![\w.-])whet\[[a-z]+\]|['\"]whet @ "
+)
+"""The name `whet` in an index, where it is somebody else's: what is installed is `whet-rl`."""
+
+
+def test_nothing_installs_the_package_of_somebody_else() -> None:
+    suffixes = {".py", ".md", ".toml", ".ipynb", ".yaml", ".yml", ".txt", ".html", ".sh", ".in", ""}
+    names = ("README.md", "pyproject.toml", "Makefile", "constraints.txt", ".ci/run")
+    files = [ROOT / name for name in names if (ROOT / name).is_file()]
+    for folder in ("whet", "tests", "bench", "docs", "notebooks"):
+        files += [path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix in suffixes]
+    guilty = [
+        str(path) for path in files if FOREIGN_NAME.search(path.read_text(encoding="utf-8", errors="replace"))
+    ]
+    assert guilty in ([], [__file__])
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"] == install.DISTRIBUTION
+    assert FOREIGN_NAME.search("pip install whet")
+    assert FOREIGN_NAME.search("pip install -U 'whet[web]'")
+    assert not FOREIGN_NAME.search("pip install 'whet-rl[web]', then whet serve")
+
+
+def test_no_path_of_a_users_home_raises() -> None:
+    """`Path.expanduser` and `Path.home` do, where a user has no account: `whet.config.user_path` does not."""
+    guilty = [
+        f"{module}:{node.lineno}"
+        for module, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and (
+            (node.attr == "expanduser" and ast.unparse(node.value) != "os.path")
+            or (node.attr == "home" and ast.unparse(node.value) == "Path")
+        )
+    ]
+    assert guilty == []
 
 
 def test_nothing_needs_one_makers_gpu() -> None:

@@ -16,7 +16,8 @@ import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet import __main__, __version__, cli
+from whet import __main__, __version__, cli, install
+from whet.config import user_path
 from whet.types import UserError
 
 
@@ -739,3 +740,118 @@ def test_words_without_an_option() -> None:
     assert one == Words(models=("a",), name="x")
     with pytest.raises(UserError, match="unexpected argument 'y'"):
         cli.parse("whet toy", Words, {}, ["x", "y", "--models", "a"], positional="name")
+
+
+# What the machine refuses.
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "out of memory"),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+            "out of memory",
+        ),
+        (RuntimeError("std::bad_alloc"), "out of memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory"),
+        (ImportError("libtorch.so: failed to map segment from shared object"), "out of memory"),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "no further process or thread"),
+        (RuntimeError("can't start new thread"), "no further process or thread"),
+        (RuntimeError("unable to start watchdog thread"), "no further process or thread"),
+        (RuntimeError("a fault of ours"), ""),
+        (ValueError("out of memory"), ""),
+        (OSError(errno.ENOENT, "No such file or directory"), ""),
+    ],
+)
+def test_a_bound_of_the_machine_is_one_line(
+    error: Exception, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.exhausted(error).startswith(said)
+    assert bool(cli.exhausted(error)) == bool(said)
+
+    def fail() -> None:
+        raise error
+
+    if said:
+        assert cli.guard(fail) == 2
+        assert capsys.readouterr().err.startswith(f"whet: error: {said}")
+
+
+@pytest.mark.parametrize("step", [0, 40])
+def test_who_runs_out_of_memory_hears_what_was_saved(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(config: Kept, *, resume: bool) -> None:
+        if step:
+            saved = Path(config.out, "checkpoints", f"step_{step:08d}")
+            saved.mkdir(parents=True)
+            (saved / "manifest.json").touch()
+        raise MemoryError
+
+    toy = cli.Program(
+        config_class=Kept, main=train, recipes={"toy": lambda: Kept(out="x")}, resumable=True, shared=True
+    )
+    monkeypatch.setitem(__main__.COMMANDS, "toy", __main__.Command(load=lambda: toy, help=""))
+    assert __main__.main(["toy", "toy", "--out", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("whet: error: out of memory")
+    assert said.count("\n") == 1
+    saved = f"; step 40 is saved in {tmp_path}/run: --resume goes on from it\n"
+    assert said.endswith(saved if step else "; no step was saved\n")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_as_dev_null(closed: str, tmp_path: Path) -> None:
+    """The file that is opened next must not become what is printed to."""
+    code = "from whet.__main__ import keep_streams; keep_streams(); import sys; file = open(sys.argv[1], 'w')"
+    code += "; print('out'); print('err', file=sys.stderr); sys.stdin.read(); sys.stdout.isatty(); file.write('mine')"
+    path = tmp_path / "file"
+    words = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", code, str(path)]
+    assert subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL, check=False).returncode == 0
+    assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize("module", ["fcntl", "resource", "termios"])
+def test_another_system_is_one_line(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    assert __main__.main(["rl", "demo"]) == 2
+    assert capsys.readouterr().err == "whet: error: whet runs on Linux and macOS; on Windows use WSL2\n"
+    assert __main__.main(["--help"]) == 0
+    with pytest.raises(UserError, match="on Windows use WSL2"):
+        _ = install.NoPosix().flock
+
+
+@pytest.mark.ci
+def test_every_module_can_be_imported_without_posix_modules() -> None:
+    code = """
+import importlib, pkgutil, sys
+import psutil  # the one for Windows needs none of them
+sys.modules |= dict.fromkeys(("fcntl", "resource", "pwd", "grp", "termios"))
+import whet
+names = [found.name for found in pkgutil.walk_packages(whet.__path__, "whet.")]
+for name in names:
+    if ".triton" not in name and not name.endswith("__main__"):
+        importlib.import_module(name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_without_docstrings_has_them_from_the_source(tmp_path: Path) -> None:
+    source = "from dataclasses import dataclass\n@dataclass\nclass Toy:\n    'A toy.'\n    name: str\n"
+    (tmp_path / "toys.py").write_text(source)
+    code = "import toys; from whet import cli; print(toys.Toy.__doc__ + '|' + cli._documentation(toys.Toy))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path[1:]])}
+    for level, said in (("-O", "A toy.|A toy.\n"), ("-OO", "Toy(name: str)|A toy.\n")):
+        words = [sys.executable, level, "-c", code]
+        done = subprocess.run(words, capture_output=True, text=True, env=environment, check=True)
+        assert done.stdout == said
+
+
+@pytest.mark.parametrize("word", ["~no-such-user/model", "~no-such-user"])
+def test_the_home_of_nobody_is_a_folder_that_is_not_there(word: str) -> None:
+    assert user_path(word) == Path(word)
+    assert user_path("~/model") == Path(os.environ["HOME"]) / "model"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -91,10 +92,22 @@ def calm_libraries() -> None:
     oneDNN, and PyTorch's layer above it, keep 1,024 products by shape each; batches have a new shape at every
     step, and fine-tuning a model of 1 M parameters in bfloat16 grew to 3 GiB by them.
     """
+    _allow_no_temporary_folder()
     if "GOMP_SPINCOUNT" not in os.environ:
         os.environ["GOMP_SPINCOUNT"] = "0" if _is_busy() else "20000"
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "128")
+
+
+def _allow_no_temporary_folder() -> None:
+    """Let packages that look for a temporary folder when they are imported (dill, by torch) find none.
+
+    What writes there says so then; the run folder may be the only one that can be written.
+    """
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        tempfile.tempdir = os.environ.get("TMPDIR") or "/tmp"
 
 
 def _is_busy() -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from whet import __version__, calm_libraries
-from whet.install import missing_core
+from whet.install import missing_core, wrong_system
 
 try:
     from whet import cli
@@ -24,6 +24,17 @@ except ModuleNotFoundError as error:  # yaml, before anything could catch it
     if not (line := missing_core(error)):
         raise
     sys.exit(f"whet: error: {line}")
+
+
+def keep_streams() -> None:
+    """Open /dev/null for each standard stream that the shell closed (`>&-`): the next file would get its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def keep_freed_memory() -> None:
@@ -322,6 +333,8 @@ def run(argv: Sequence[str]) -> int:
     if name not in COMMANDS:
         words = [*COMMANDS, "--help", "--version", "--completion"]
         raise cli.unknown("command", name, "whet", words, help_command="whet --help")
+    if line := wrong_system():
+        raise UserError(line)
     if name == "chess" and "--uci" in argv:
         from whet.serve.chess.uci import answering
 
@@ -368,8 +381,24 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
             _need_earlier(_inner(config) if program.passes and config.of in program.passes else config)
         for warning in program.before(config) if program.before is not None else ():
             print(f"whet: warning: {warning}", flush=True)
-        _start(program, config, parsed.resume)
+        try:
+            _start(program, config, parsed.resume)
+        except (RuntimeError, MemoryError, OSError, ImportError) as error:
+            if not (line := cli.exhausted(error)):
+                raise
+            raise UserError(f"{line}{_saved(program, config)}") from None
     return 0
+
+
+def _saved(program: Program, config: Any) -> str:
+    """Say what a training that ended early has saved; '' for what saves nothing on its way."""
+    if not program.shared:
+        return ""
+    from whet.train.restarts import newest_step
+
+    if step := newest_step(Path(config.out)):
+        return f"; step {step} is saved in {config.out}: --resume goes on from it"
+    return "; no step was saved"
 
 
 def _rehearse(name: str, program: Program, recipe: str, config: Any, resume: bool | int) -> None:
@@ -473,6 +502,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words after `whet`; None takes them from the process.
     """
     if argv is None:
+        keep_streams()
         calm_libraries()
         keep_freed_memory()
     words = sys.argv[1:] if argv is None else argv

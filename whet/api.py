@@ -33,7 +33,7 @@ from whet.algo.packing import TrainingSequence, pack
 from whet.compress import merge as merging
 from whet.compress.export import export as exporting
 from whet.compress.quantize import quantize as quantizing
-from whet.config import cache_folder, closest, dump_yaml, from_dict, to_dict
+from whet.config import cache_folder, closest, dump_yaml, from_dict, to_dict, user_path
 from whet.editing import edit as editing
 from whet.editing import inside
 from whet.editing import steer as steering
@@ -329,7 +329,7 @@ def load(
         words = [(key, resolve_run(str(folder), of_model=True)) for key, folder in given]
         if bad := next((text for pair in words for text in pair if "," in text), None):
             raise UserError(f"adapter: {bad!r} has a comma, which stands between several adapters; rename it")
-        parts = [f"{key or Path(word).expanduser().resolve().name}={word}" for key, word in words]
+        parts = [f"{key or user_path(word).resolve().name}={word}" for key, word in words]
         adapter = ",".join(parts)
         find_models(name, named_adapters(adapter))
     if isinstance(schema := options.get("schema"), ResponseSchema):

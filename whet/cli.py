@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import inspect
 import os
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -142,6 +144,16 @@ _WORDS = {
     "name": "OWNER/NAME",
 }
 """Positional field -> what stands for it in the help, where that is not its own name."""
+_MEMORY = (
+    "can't allocate memory",  # PyTorch's CPU allocator
+    "bad_alloc",
+    "out of memory",
+    "failed to map segment",  # a library, under a bound of addresses (ulimit -v)
+    "annot allocate memory",
+)
+"""What errors of memory say, beyond MemoryError."""
+_THREADS = ("start new thread", "start watchdog thread", "Resource temporarily unavailable")
+"""What errors of starting a thread say."""
 MAX_LINE = 1000
 _DATA = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 _SWITCHES = {
@@ -492,8 +504,8 @@ def guard(function: Callable[[], int | None]) -> int:
         function: The program; None counts as 0.
 
     Returns:
-        Its status; 2 after a UserError, or where the system refused a file; 130 after Ctrl-C, 141 when the reader of
-        stdout went away.
+        Its status; 2 after a UserError, or if the system refused a file, memory or a process; 130 after Ctrl-C, 141 if
+        the reader of stdout went away.
     """
     try:
         status = function()
@@ -514,11 +526,25 @@ def guard(function: Callable[[], int | None]) -> int:
         return 141
     except Exception as error:
         lacks = missing_core(error) if isinstance(error, ModuleNotFoundError) else ""
-        if not (line := lacks or _refused(error)):
+        if not (line := lacks or exhausted(error) or _refused(error)):
             raise
         print(f"whet: error: {escape(line)}", file=sys.stderr)
         return 2
     return status or 0
+
+
+def exhausted(error: BaseException) -> str:
+    """Say in one line which of the machine's bounds a program met, memory or processes; '' for any other error."""
+    text, number = str(error), getattr(error, "errno", None) if isinstance(error, OSError) else None
+    is_start = any(sign in text for sign in _THREADS)
+    if number == errno.EAGAIN or (isinstance(error, RuntimeError) and is_start):
+        return "no further process or thread can be started: raise the limit (ulimit -u), or end others"
+    is_memory = isinstance(error, MemoryError) or number == errno.ENOMEM
+    if is_memory or (
+        isinstance(error, (RuntimeError, ImportError)) and any(sign in text for sign in _MEMORY)
+    ):
+        return "out of memory: choose a smaller model or batch ('whet plan' says what a recipe needs), or free some"
+    return ""
 
 
 def _refused(error: Exception) -> str:
@@ -800,6 +826,17 @@ def _switch_lines(*, resumable: bool, has_steps: bool) -> list[str]:
     return lines + more * resumable + again * (resumable and has_steps)
 
 
+def _documentation(cls: type[Any]) -> str:
+    """Return a class's docstring; under python -OO from its source, for a dataclass then has its signature there."""
+    text = inspect.getdoc(cls) or ""
+    if sys.flags.optimize < 2:
+        return text
+    with suppress(OSError, TypeError, SyntaxError, IndexError):
+        (found,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        return ast.get_docstring(found) or "" if isinstance(found, ast.ClassDef) else ""
+    return "" if text.startswith(f"{cls.__name__}(") else text
+
+
 def _print_help(
     command: str,
     cls: type[Config],
@@ -824,8 +861,8 @@ def _print_help(
                 with suppress(UserError):  # a group with required fields has no defaults to show
                     object.__setattr__(start, name, from_dict(inner, {}, where=name))
                 off.append(f"'{name}' is off here; any --{name}.FIELD switches it on, from its defaults.")
-    summary = (inspect.getdoc(cls) or "").partition("\n\n")[0]
-    description = "\n".join([summary, *notes, *off])
+    summary = _documentation(cls).partition("\n\n")[0]
+    description = "\n".join(filter(None, [summary, *notes, *off]))
     options: dict[str, Any] = {} if start is None else {"default": start}
     word, hints = _WORDS.get(positional, positional.upper()), leaves(cls)
     told: list[tuple[str, Any, Any]] = []

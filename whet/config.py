@@ -88,6 +88,15 @@ def from_dict(cls: type[Config], data: Mapping[str, Any], *, where: str) -> Conf
     return _build_group(cls, data, path="", where=where, base=None)
 
 
+def user_path(text: str | Path) -> Path:
+    """Return the path that a user wrote, with ~ and ~USER replaced where there is such a user.
+
+    Unlike `Path.expanduser` it never raises: without $HOME and an account, as in containers, or for an unknown user,
+    the path stays as it is, and is reported later as one that does not exist.
+    """
+    return Path(os.path.expanduser(text))
+
+
 def cache_folder() -> Path:
     """Return the folder of what can be made again: $XDG_CACHE_HOME/whet, or ~/.cache/whet.
 
@@ -95,10 +104,8 @@ def cache_folder() -> Path:
     """
     if chosen := os.environ.get("XDG_CACHE_HOME"):
         return Path(chosen) / "whet"
-    try:
-        return Path.home() / ".cache" / "whet"
-    except RuntimeError:
-        return temporary_folder()
+    home = user_path("~")
+    return home / ".cache" / "whet" if home.is_absolute() else temporary_folder()
 
 
 def temporary_folder() -> Path:
@@ -107,7 +114,10 @@ def temporary_folder() -> Path:
     Raises:
         UserError: If another user has put something in its place.
     """
-    folder = Path(tempfile.gettempdir()) / f"whet-{os.getuid()}"
+    try:
+        folder = Path(tempfile.gettempdir()) / f"whet-{os.getuid()}"
+    except FileNotFoundError as error:
+        raise UserError(f"{error.strerror}: set TMPDIR to a folder that can be written") from None
     try:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)

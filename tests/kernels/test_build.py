@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pwd
 import re
 import shutil
 import signal
@@ -13,13 +14,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from needs import C_COMPILERS, needs, program
 
-from whet.config import cache_folder, temporary_folder
+from whet.config import cache_folder, temporary_folder, user_path
 from whet.kernels import dispatch
 from whet.kernels.cpu import build, toolchain
+from whet.telemetry.provenance import describe_model
 from whet.types import UserError
 
 CC = program(*C_COMPILERS)
@@ -143,12 +146,68 @@ def test_a_user_without_a_home_has_the_temporary_folder(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
 
-    def home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
+    def no_account(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
 
-    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.setattr(pwd, "getpwuid", no_account)
     assert cache_folder() == tmp_path / f"whet-{os.getuid()}"
+    assert user_path("~/model") == Path("~/model")
+    assert describe_model("some/model")["folder"] is None
+
+
+@pytest.mark.parametrize("places", ["cache", "both"])
+def test_a_file_system_without_programs_is_passed_over(
+    places: str, load: Load, compiles: Callable[..., Path], good: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """Otherwise each start would compile, and load nothing."""
+    barred = tmp_path / ("cache" if places == "cache" else "")
+    monkeypatch.setattr(build, "_is_noexec", lambda place: place.is_relative_to(barred))
+    found = load(compiles(good))
+    if places == "cache":
+        assert home(found).parent == tmp_path / "tmp" / f"whet-{os.getuid()}" / "kernels"
+    else:
+        assert "mounted noexec: set XDG_CACHE_HOME" in found.reason
+        assert runs(tmp_path) == 0
+
+
+def test_a_mount_option_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flags = os.statvfs(tmp_path).f_flag
+    assert build._is_noexec(tmp_path / "not/yet") == bool(flags & os.ST_NOEXEC)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC | os.ST_RDONLY))
+    assert build._is_noexec(tmp_path / "not/yet")
+
+
+def test_without_a_compiler_a_library_that_lies_ready_is_used(
+    load: Load, compiles: Callable[..., Path], good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load().reason.startswith("eager: no C++ compiler")
+    built = load(compiles(good))
+    found = load()
+    assert found.library is not None
+    assert (found.reason, found.failed) == (built.reason, ())
+    broken = load(compiles("/dev/null", first="exit 1", name="broken++", about="broken 1.0"))
+    assert broken.reason == built.reason
+    assert broken.failed[0].startswith("broken++: ")
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_processor", lambda: "another")
+        assert load().library is None
+    library = home(built) / build.LIBRARY
+    library.write_bytes(library.read_bytes() + b"x")  # not the file that passed its trial
+    assert load().library is None
+
+
+def test_what_a_killed_build_left_goes_with_the_next(
+    load: Load, compiles: Callable[..., Path], good: Path, tmp_path: Path
+) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    names = [f"whet-build-{number}-abc" for number in (ended.pid, os.getpid())]
+    for name in names:
+        (tmp_path / "tmp" / name).mkdir()
+    load(compiles(good))
+    assert [name for name in names if (tmp_path / "tmp" / name).exists()] == names[1:]
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "foreign"])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.cli import Program
-from whet.config import align, dump_yaml
+from whet.config import align, dump_yaml, user_path
 from whet.editing import page
 from whet.editing.editor import (
     OWN_TOKENS,
@@ -452,7 +452,7 @@ def _num(count: int, name: str, ending: str = "s") -> str:
 
 def _prose(path: str) -> str:
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = user_path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prose = {path!r}: cannot be read ({error}); give a text file in UTF-8") from None
     if not text.strip():

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from whet.config import user_path
 from whet.tasks.read import read_file
 from whet.types import UserError
 
@@ -97,7 +98,7 @@ def read_facts(source: str | Path | Sequence[Mapping[str, Any]], *, needs_target
         UserError: If the file cannot be read, or a row is malformed; the row is named.
     """
     if isinstance(source, (str, Path)):
-        path = Path(source).expanduser()
+        path = user_path(source)
         if not path.is_file():
             raise UserError(
                 f"{path}: no such file; give one with a fact in each row: subject, prompt, target"

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from whet.cli import Program
-from whet.config import align, dump_yaml
+from whet.config import align, dump_yaml, user_path
 from whet.editing.edit import NO_MODEL
 from whet.editing.sites import Hook, Read, Reader, hooked, start_ids
 from whet.generate.policy import Policy, PolicyConfig, load_policy
@@ -100,7 +100,7 @@ def read_pairs(source: str | Path | Sequence[Mapping[str, Any]]) -> list[Pair]:
         UserError: If a row has no two different texts, or there are too few.
     """
     if isinstance(source, (str, Path)):
-        path = Path(source).expanduser()
+        path = user_path(source)
         if not path.is_file():
             raise UserError(f"{path}: no such file; give one with positive and negative in each row")
         rows, _ = read_file(path, required=[], max_bad_rows=None)

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from whet.config import align, closest, dump_yaml
+from whet.config import align, closest, dump_yaml, user_path
 from whet.eval.chess.games import GamesConfig, Player, check_opponents, measure_games, metric_names
 from whet.eval.grade import AnswerFrom
 from whet.eval.measure import Chunk, EvalResult, evaluate, total_work
@@ -319,7 +319,7 @@ def inspect(config: EvalConfig) -> list[str]:
         UserError: As the evaluation would.
     """
     policy = load_policy(config.policy, seed=config.seed, weights=False, steers=True)
-    if config.policy.init and Path(config.policy.init).expanduser().exists():
+    if config.policy.init and user_path(config.policy.init).exists():
         check_weights(find_model(config.policy.init, config.policy.adapter)[0])
     told: list[str] = []
     for name, own in task_configs(config).items():

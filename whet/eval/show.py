@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from whet.eval.grade import Judged
-from whet.report.plots import COLOURS, MUTED, STYLE
+from whet.report.plots import COLOURS, MUTED, STYLE, matplotlib_for
 from whet.stats import Interval
 
 # Plots of one evaluation: pass@k over k, and the lengths of right and wrong completions.
@@ -30,7 +30,7 @@ def draw_evaluation(
     Returns:
         Names of the plots, without `.png`.
     """
-    import matplotlib
+    matplotlib = matplotlib_for(folder)
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 

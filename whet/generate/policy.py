@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from whet.config import user_path
 from whet.generate.activations import Activations
 from whet.generate.engine import Engine
 from whet.generate.kernel_speed import choose_kernels
@@ -745,7 +746,7 @@ def load_policy(
     device = resolve_device(config.device)
     folder, adapter, adapters = None, None, dict[str, Adapter]()
     names = named_adapters(config.adapter) if several else {}
-    if len(names) > 1 or (names and not Path(config.adapter).expanduser().exists() and "=" in config.adapter):
+    if len(names) > 1 or (names and not user_path(config.adapter).exists() and "=" in config.adapter):
         folder, adapters = find_models(config.init, names, weights=weights)
         if config.tags_as_tokens:
             raise UserError(

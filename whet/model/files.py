@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from whet.config import user_path
 from whet.storage.commit import MANIFEST, verify_folder
 from whet.telemetry.heartbeat import downloading
 from whet.types import UserError
@@ -84,7 +85,7 @@ def find_files(source: str | Path, names: Sequence[str], *, instead: Sequence[st
     Raises:
         UserError: If the folder, the first file or the hub is not there.
     """
-    folder = Path(source).expanduser()
+    folder = user_path(source)
     if folder.is_dir():
         wanted = names if (folder / names[0]).is_file() else [*instead, *names]
         files = {name: folder / name for name in wanted if (folder / name).is_file()}

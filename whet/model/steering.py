@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from whet.config import user_path
 from whet.model.config import ModelConfig
 from whet.model.transformer import LanguageModel
 from whet.types import UserError
@@ -92,7 +93,7 @@ def read_steering(texts: Sequence[str]) -> list[Steering]:
 
 def _parted(text: str) -> tuple[Path, float]:
     """Part FOLDER=STRENGTH; a folder that has the whole name goes before."""
-    whole = Path(text).expanduser()
+    whole = user_path(text)
     folder, sign, number = text.rpartition("=")
     if not sign or whole.exists():
         return whole, 1.0
@@ -104,7 +105,7 @@ def _parted(text: str) -> tuple[Path, float]:
         raise UserError(
             f"policy.steering: got {text!r}, expected FOLDER or FOLDER=STRENGTH, such as calm=1.5"
         )
-    return Path(folder).expanduser(), strength
+    return user_path(folder), strength
 
 
 def _read(folder: Path, strength: float) -> Steering:

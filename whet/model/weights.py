@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from whet.config import user_path
 from whet.model.config import TOWER, ModelConfig, VisionConfig
 from whet.model.families import RopeFactors, from_hf, is_packed, quant_method, to_hf
 from whet.model.files import CONVERTED, check_manifest, hub_folder, is_hub_name, read_json
@@ -93,7 +94,7 @@ def model_folder(source: str | Path, *, weights: bool = True) -> Path:
     Raises:
         UserError: If there is none.
     """
-    path = Path(source).expanduser()
+    path = user_path(source)
     if (path / "config.json").is_file():
         return path
     checkpoints = path / "checkpoints"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,12 @@ def _warning_section(findings: Sequence[str]) -> str:
 
 def _curve_section(curves: Series, folder: Path) -> str:
     """Draw the figures that have data and return the section that shows them."""
-    figures = draw_figures(curves, folder)
+    try:
+        figures = draw_figures(curves, folder)
+    except OSError as error:  # the numbers are there without them
+        reason = error.strerror or str(error).partition("\n")[0]
+        print(f"whet: warning: {folder}: no curves were drawn ({reason})", file=sys.stderr, flush=True)
+        return ""
     if not figures:
         return ""
     note = "Points are logged values; lines are centred rolling means over a fifteenth of the run."

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import math
+import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from whet.config import cache_folder, temporary_folder, user_path
 from whet.telemetry.display import escape_controls, metric_label
 from whet.telemetry.metrics import Metric, find_metric
+from whet.types import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -219,6 +226,50 @@ STYLE: dict[str, Any] = {
 }
 
 
+def matplotlib_for(folder: Path) -> Any:
+    """Import matplotlib with a cache that can be written: its own, whet's, a temporary one, or one in a folder.
+
+    Without a cache matplotlib prints two lines and looks for its fonts at every start; without a temporary folder it
+    does not start at all.
+
+    Args:
+        folder: Where it draws to; holds the cache until the process ends, if there is no other place.
+
+    Raises:
+        OSError: If nothing can be written.
+    """
+    if "MPLCONFIGDIR" not in os.environ and not all(map(_can_be_made, _own_caches())):
+        os.environ["MPLCONFIGDIR"] = str(_other_cache(folder))
+    import matplotlib
+
+    return matplotlib
+
+
+def _own_caches() -> list[Path]:
+    homes = {"XDG_CONFIG_HOME": "~/.config", "XDG_CACHE_HOME": "~/.cache"}
+    return [user_path(os.environ.get(name) or home) / "matplotlib" for name, home in homes.items()]
+
+
+def _other_cache(folder: Path) -> Path:
+    for base in (cache_folder, temporary_folder):
+        with suppress(UserError, OSError):
+            if _can_be_made(place := base() / "matplotlib"):
+                place.mkdir(parents=True, exist_ok=True)
+                return place
+    folder.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(prefix=".matplotlib-", dir=folder))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    return place
+
+
+def _can_be_made(place: Path) -> bool:
+    """Say whether a folder can be written or made."""
+    if not place.is_absolute():  # a home that nobody knows
+        return False
+    nearest = next(path for path in (place, *place.parents) if os.path.exists(path))
+    return os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)
+
+
 def draw_figures(series: Series, folder: Path) -> list[str]:
     """Draw every figure that has data.
 
@@ -257,7 +308,7 @@ def fill(panels: Sequence[Panel], present: Sequence[str]) -> list[tuple[Panel, l
 
 def _draw(panels: Sequence[tuple[Panel, Sequence[str]]], series: Series, path: Path) -> None:
     """Draw panels, three in a row, into one PNG. No pyplot: its figures are global state."""
-    import matplotlib
+    matplotlib = matplotlib_for(path.parent)
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 

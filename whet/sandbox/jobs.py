@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import select
@@ -14,11 +13,17 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from whet.install import NoPosix
 from whet.sandbox.inside import child as inside
 from whet.sandbox.inside.codec import MAX_BYTES
 from whet.sandbox.inside.remote import LENGTH
 from whet.sandbox.inside.supervisor import MAX_THREADS, NUM_FDS, REPORT, REQUEST, TOO_MANY_THREADS
 from whet.sandbox.launch import Supervisor, SupervisorError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = NoPosix()  # pyright: ignore[reportAssignmentType]
 
 Status = Literal["ok", "wrong", "rte", "tle", "mle", "ole", "killed", "infra_error"]
 Stage = Literal["syntax", "import", "run", "done"]

@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from whet.cli import Program
+from whet.config import user_path
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.rows import Completion, Request
 from whet.generate.sampling import SamplingParams, sequence_seed
@@ -147,7 +148,7 @@ class Chat:
                 "this model reads text alone: chat with one that sees, such as Qwen/Qwen3-VL-2B-Instruct"
             )
         if not is_data_uri(source):
-            source = str(locate(source if is_url(source) else str(Path(source).expanduser()), urls="any"))
+            source = str(locate(source if is_url(source) else str(user_path(source)), urls="any"))
         picture = read_picture(source)
         images.add(picture)
         images.patches(picture.key)  # a broken file is said here
@@ -332,7 +333,7 @@ class Terminal:
             answer = {"role": "assistant", "content": reply.answer, "reasoning_content": reply.thinking}
             rows += [{"role": "user", "content": question.content}, answer]
         try:
-            with Path(text).expanduser().open("x", encoding="utf-8") as file:
+            with user_path(text).open("x", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         except OSError as error:
             raise UserError(

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from whet.cli import Program
-from whet.config import read_yaml
+from whet.config import read_yaml, user_path
 from whet.install import install_command
 from whet.model.files import check_manifest, is_hub_name
 from whet.model.text.tokenizer import NAMED
@@ -116,7 +116,7 @@ def push(config: PushConfig) -> None:
         done = hub.HfApi().create_commit(name, operations, commit_message=f"{_title(config)}, pushed by whet")
     except Exception as error:  # of the hub, of its client, of the network
         raise _refused(name, error, "write") from error
-    _record(Path(resolve_run(config.what[0])).expanduser(), name, done)
+    _record(user_path(resolve_run(config.what[0])), name, done)
     print(f"{done.commit_url}\nload it: whet pull {name} --revision {done.oid}, or --policy.init {name}")
 
 
@@ -184,7 +184,7 @@ def prepare(config: PushConfig) -> tuple[dict[str, Path], str]:
     source, name = config.what
     if "/" not in name or not is_hub_name(name):
         raise UserError(f"repository {name!r}: expected OWNER/NAME, as in: whet push {source} me/my-model")
-    run = Path(resolve_run(source)).expanduser()
+    run = user_path(resolve_run(source))
     if not run.is_dir():
         raise no_run(str(source))
     folder = run if (run / "adapter_config.json").is_file() else model_folder(run)

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from whet.cli import Program
+from whet.config import user_path
 from whet.eval.chess.games import Player
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.install import install_command
@@ -164,7 +165,7 @@ def main(config: ServeConfig) -> None:
             several=True,
             steers=True,
         )
-        name = config.name or Path(config.policy.init).expanduser().resolve().name
+        name = config.name or user_path(config.policy.init).resolve().name
         with Scheduler(policy, context=config.context, max_waiting=config.max_waiting) as scheduler:
             api = Api(
                 policy,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import itertools
 import json
@@ -12,8 +11,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from whet.install import NoPosix
 from whet.storage.commit import UNREADABLE, recover, set_aside, sync, verify_folder
 from whet.types import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = NoPosix()  # pyright: ignore[reportAssignmentType]
 
 PARTIAL = ".config.partial"
 FREE = ("out", "safety", "track", "parallel", "cluster")

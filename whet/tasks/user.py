@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from whet.config import user_path
 from whet.sandbox.graders.loading import spec_of
 from whet.sandbox.reentry import importing
 from whet.schema import ANSWER_TYPE_WORDS
@@ -142,7 +143,7 @@ class UserTask:
 
         The main script is not run again: its class exists already.
         """
-        path = self._file.expanduser().resolve()
+        path = user_path(self._file).resolve()
         main = sys.modules["__main__"]
         if path == Path(getattr(main, "__file__", None) or os.devnull).resolve():
             return main
@@ -172,7 +173,7 @@ class UserTask:
         except UserError:
             raise
         except (Exception, SystemExit) as error:
-            path = str(self._file.expanduser().resolve())
+            path = str(user_path(self._file).resolve())
             frames = traceback.extract_tb(error.__traceback__)
             line = next((frame.lineno for frame in reversed(frames) if frame.filename == path), None)
             line = error.lineno if isinstance(error, SyntaxError) else line

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from whet import __version__, processes
-from whet.config import to_dict
+from whet.config import to_dict, user_path
 from whet.storage.folder import essential_hash
 from whet.telemetry.hardware import cpu_name
 from whet.types import Problem, UserError
@@ -311,7 +311,7 @@ def _files_of(value: str) -> Iterator[tuple[str, Path]]:
         return
     spec = SPEC.fullmatch(value)
     text = spec["file"] if spec else value
-    path = Path(text).expanduser()
+    path = user_path(text)
     if path.is_file():
         yield text, path
         return
@@ -472,7 +472,7 @@ def run_folders(root: Path) -> Iterator[Path]:
 
 def parent_run(source: str) -> Path | None:
     """Return the run folder of a model's path: run, run/checkpoints/step or the folder itself."""
-    path = Path(os.path.expanduser(source))
+    path = user_path(source)
     if not source or not os.path.exists(path):
         return None
     nearest = [path.resolve(), *path.resolve().parents][:3]
@@ -504,7 +504,7 @@ def resolve_run(word: str, of_model: bool = False, root: Path = RUNS) -> str:
     Raises:
         UserError: If a prefix fits several runs.
     """
-    if not word or os.path.isabs(word) or os.path.exists(os.path.expanduser(word)) or not root.is_dir():
+    if not word or os.path.isabs(word) or os.path.exists(user_path(word)) or not root.is_dir():
         return word
     is_path = word.startswith(f"{root}/")
     name = word.removeprefix(f"{root}/").rstrip("/")
@@ -592,14 +592,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _weights_folder(source: str) -> Path | None:
     """Find the local folder of a model's files without network access."""
-    path = Path(source).expanduser()
+    path = user_path(source)
     if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         return path.absolute()
     steps = sorted((path / "checkpoints").glob("step_*"), reverse=True)  # the order of whet.model.weights
     for candidate in [path / "checkpoints" / "best", *steps]:
         if (candidate / "config.json").is_file() or (candidate / "adapter_config.json").is_file():
             return candidate.absolute()
-    cache = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
+    cache = Path(os.environ.get("HF_HOME") or user_path("~/.cache/huggingface")) / "hub"
     cache = Path(os.environ.get("HF_HUB_CACHE") or cache) / f"models--{source.replace('/', '--')}"
     reference = cache / "refs" / "main"
     if not path.exists() and reference.is_file():

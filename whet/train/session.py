@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from whet.config import dump_yaml
+from whet.config import dump_yaml, user_path
 from whet.generate.policy import Policy, PolicyConfig, load_policy, resolve_device
 from whet.kernels import dispatch
 from whet.model.changes import CHANGES, changed_weights
@@ -195,7 +195,7 @@ def load_trained(
         raise UserError("optim.router_aux_loss_coef: this model has no experts to balance; leave it out")
     _refuse_whole(config, policy)
     if not weights:
-        if config.policy.init and Path(config.policy.init).expanduser().exists():
+        if config.policy.init and user_path(config.policy.init).exists():
             check_weights(find_model(config.policy.init, config.policy.adapter)[0])
         if config.lora.rank:
             _check_lora(config, policy, is_reward=is_reward)
@@ -266,7 +266,7 @@ def _refuse_whole(config: RunConfig, policy: Policy) -> None:
     """
     if config.lora.rank:
         return
-    init = Path(config.policy.init).expanduser()
+    init = user_path(config.policy.init)
     if packed_parts(policy.model) or config.policy.quantize != "none" or (init / QUANTIZATION).is_file():
         raise UserError(
             f"policy.init = {config.policy.init}: the model is quantised, and its matrices cannot be trained: train an "

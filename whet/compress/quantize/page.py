@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from whet.report.page import render
-from whet.report.plots import COLOURS, STYLE
+from whet.report.plots import COLOURS, STYLE, matplotlib_for
 
 Json = Mapping[str, Any]
 SHOWN = 12
@@ -85,7 +85,7 @@ def _cells(content: Json, point: Json) -> list[str]:
 
 def draw(folder: Path, content: Json) -> None:
     """Draw errors.png (by layer) and front.png (bytes against KL)."""
-    import matplotlib
+    matplotlib = matplotlib_for(folder)
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 

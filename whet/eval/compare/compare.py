@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from whet.config import align, dump_yaml, from_dict, load_yaml, read_yaml
+from whet.config import align, dump_yaml, from_dict, load_yaml, read_yaml, user_path
 from whet.eval import evaluate
 from whet.eval.compare.asked import Asked, own_problem, read_prompts
 from whet.eval.compare.page import (
@@ -484,7 +484,7 @@ def locate(word: str) -> str:
     Raises:
         UserError: If it is none of them, or a folder with neither evaluation nor model.
     """
-    path = Path(word).expanduser()
+    path = user_path(word)
     if path.is_dir():
         if _is_evaluation(word) or any(
             (path / name).exists() for name in ("config.json", "adapter_config.json", "checkpoints")
@@ -518,7 +518,7 @@ def short_names(places: Sequence[str]) -> list[str]:
 
 
 def _is_evaluation(place: str) -> bool:
-    return (Path(place).expanduser() / "eval.json").is_file()
+    return (user_path(place) / "eval.json").is_file()
 
 
 def _jobs(

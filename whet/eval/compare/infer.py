@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from whet.cli import Program
-from whet.config import align, dump_yaml
+from whet.config import align, dump_yaml, user_path
 from whet.eval.compare.asked import Asked, answer_text, own_problem, read_questions
 from whet.eval.compare.compare import CompareConfig, compare, describe, locate, print_comparison, short_names
 from whet.eval.compare.page import side_by_side, write_page
@@ -281,7 +281,7 @@ def _rows(config: InferConfig) -> Iterator[_Row]:
         whole = is_data_uri(word) or is_url(word) or Path(word).exists()
         for source in [word] if whole else [part.strip() for part in word.split(",") if part.strip()]:
             named = source.removeprefix(FILE)
-            path = Path(named).expanduser() if not (is_data_uri(source) or is_url(source)) else None
+            path = user_path(named) if not (is_data_uri(source) or is_url(source)) else None
             if path is not None and path.is_dir():
                 inside = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
                 if not inside:

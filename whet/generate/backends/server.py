@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from whet.config import user_path
 from whet.generate.backends.base import SamplerConfig
 from whet.generate.backends.dialects import DIALECTS, Dialect, Raw, RefusedError, Vllm
 from whet.generate.engine import EngineStats
@@ -465,7 +466,7 @@ def named_weights(policy: Policy, *, unties: bool = False) -> dict[str, torch.Te
 def exchange_folder(config: SamplerConfig) -> Path | None:
     """Return the folder below which weights are handed over: the user's, or shared memory; None for the default one."""
     if config.folder:
-        folder = Path(config.folder).expanduser().resolve()
+        folder = user_path(config.folder).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         return folder
     shared = Path("/dev/shm")

@@ -26,6 +26,7 @@ from typing import Any, cast
 import torch
 
 from whet import processes
+from whet.config import user_path
 from whet.generate.backends.base import SamplerConfig
 from whet.generate.backends.dialects import barred_ids, check_copy
 from whet.generate.backends.server import (
@@ -97,7 +98,7 @@ def start_server(config: SamplerConfig, policy: Policy, folder: Path) -> ServerS
     Raises:
         UserError: If it does not start, with the last line that it wrote.
     """
-    python = shutil.which(os.path.expanduser(config.python))
+    python = shutil.which(user_path(config.python))
     if python is None:
         raise UserError(
             f"sampler.python = {config.python}: no such program; name the Python of vLLM's environment"

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from whet.inspect.cluster.costs import Found, to_json
 from whet.inspect.cluster.simulation import Load, Machines, Result, simulate
-from whet.report.plots import COLOURS, STYLE
+from whet.report.plots import COLOURS, STYLE, matplotlib_for
 from whet.train.rl_config import RLConfig
 from whet.types import UserError
 
@@ -319,7 +319,7 @@ def as_json(plan: Plan) -> str:
 
 def draw_plan(plan: Plan, path: Path) -> None:
     """Draw steps an hour by the number of trainers and bound of staleness, and where the trainers' time goes."""
-    import matplotlib
+    matplotlib = matplotlib_for(path.parent)
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(cast(Any, STYLE)), warnings.catch_warnings():

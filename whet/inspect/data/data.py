@@ -17,7 +17,7 @@ from whet.cli import Program
 from whet.config import dump_yaml
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.inspect.data.overlap import VIEWS, Overlap, Texts, View, compare, fold_prompts
-from whet.report.plots import COLOURS, MUTED, STYLE
+from whet.report.plots import COLOURS, MUTED, STYLE, matplotlib_for
 from whet.storage.folder import dated, open_run
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
 from whet.tasks.mixture import Mixture
@@ -470,7 +470,7 @@ def _cell(text: str) -> str:
 
 def _draw_lengths(lengths: Mapping[str, Sequence[int]], unit: str, folder: Path) -> None:
     """Draw the prompt lengths of each split; the longest 0.5 % are in the last bin."""
-    import matplotlib
+    matplotlib = matplotlib_for(folder)
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 

@@ -28,7 +28,7 @@ from whet.inspect.explain.maths import (
     surrogate,
     vector,
 )
-from whet.report.plots import COLOURS, GRID, INK, MUTED, STYLE
+from whet.report.plots import COLOURS, GRID, INK, MUTED, STYLE, matplotlib_for
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -184,7 +184,7 @@ def draw_float(path: Path) -> None:
 @contextmanager
 def _sheet(path: Path, num_panels: int, *, width: float = 4.0, height: float = 3.4) -> Iterator[list[Axes]]:
     """Open a row of panels, each of this size in inches, and save it. No pyplot: its figures are global state."""
-    import matplotlib
+    matplotlib = matplotlib_for(path.parent)
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 

@@ -14,7 +14,7 @@ import torch
 
 from whet import processes
 from whet.cli import Program, passed_words
-from whet.config import load_yaml
+from whet.config import load_yaml, user_path
 from whet.generate.kernel_speed import choose_kernels, expected_kernels
 from whet.generate.policy import INHERIT, PolicyConfig, load_policy, resolve_device
 from whet.inspect.cluster.cluster import SimConfig, as_json, as_text, draw_plan, make_plan
@@ -317,7 +317,7 @@ def plan_cluster(config: PlanConfig) -> None:
     """
     run = read_recipe(config)
     assert isinstance(run, RLConfig)
-    folder = Path(config.recipe).expanduser()
+    folder = user_path(config.recipe)
     if config.card:
         shape, new = policy_shape(run.policy), run.sampling.max_new_tokens
         mean = float(config.tokens or new / 2)
@@ -522,7 +522,7 @@ def default_image_tokens(shape: ModelConfig) -> int:
 
 def _stored_base(source: str) -> Path:
     """Return the folder of a model on this machine, of an adapter its base's."""
-    own = Path(source).expanduser()
+    own = user_path(source)
     folder = own if (own / CONFIG).is_file() else model_folder(source)
     is_adapter = (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
     return find_model(source, weights=False)[0] if is_adapter else folder
@@ -531,7 +531,7 @@ def _stored_base(source: str) -> Path:
 def stored_kinds(init: str) -> tuple[tuple[str, str], ...]:
     """Return the kind of each matrix of a folder that `whet quantize` wrote, or of an adapter's base; none for other
     models."""
-    if not init or not Path(init).expanduser().exists():
+    if not init or not user_path(init).exists():
         return ()
     path = _stored_base(init) / QUANTIZATION
     if not path.is_file():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from whet.cli import Program, passed_words
 from whet.config import Renamed, closest, dump_yaml
 from whet.inspect.seeds.outcome import Board, Measure, Outcome, Status, write_outcomes
 from whet.inspect.seeds.spread import FLAT_BELOW, Curve, KillRules, kill_reason
+from whet.install import NoPosix
 from whet.sandbox.reentry import refuse_reentry
 from whet.storage.folder import open_run
 from whet.telemetry.display import escape_controls
@@ -32,6 +32,11 @@ from whet.train.rft import RFTConfig
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
 from whet.types import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = NoPosix()  # pyright: ignore[reportAssignmentType]
 
 WHET = (sys.executable, "-m", "whet")
 POLL_S = 0.25

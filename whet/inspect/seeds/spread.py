@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from whet.report.plots import COLOURS, INK, MUTED, STYLE
+from whet.report.plots import COLOURS, INK, MUTED, STYLE, matplotlib_for
 from whet.telemetry.log import read_metrics
 from whet.telemetry.metrics import find_metric, format_metric
 
@@ -222,7 +222,7 @@ def draw_spread(
         window: Values of the rolling mean that is drawn.
         threshold: A level to mark.
     """
-    import matplotlib
+    matplotlib = matplotlib_for(path.parent)
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 

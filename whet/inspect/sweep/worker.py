@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from whet import processes
 from whet.config import from_dict
 from whet.generate.policy import resolve_device
 from whet.inspect.sweep.steps import Reinforcement, Steps, load, memory_errors
+from whet.install import NoPosix
 from whet.sandbox.graders.graders import num_cores
 from whet.sandbox.reentry import end_with_parent, refuse_reentry
 from whet.telemetry.provenance import describe_environment
@@ -31,6 +31,11 @@ from whet.train.optim.safety import is_out_of_memory
 from whet.train.rl_config import RLConfig
 from whet.train.sft import SFTConfig
 from whet.types import UserError
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = NoPosix()  # pyright: ignore[reportAssignmentType]
 
 COMMAND = (sys.executable, "-m", "whet.inspect.sweep.worker")
 WORDS_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "Cannot allocate memory")

@@ -40,6 +40,8 @@ TRIAL_SECONDS, SLOW_SECONDS = 60, 24 * 3600
 TRIAL_ERROR = 1e-5
 """Largest error, relative to the largest element, that the library's self-test may report in float32."""
 SYSTEMS = ("Linux", "Darwin")
+BUILD = "whet-build-"
+"""Beginning of the name of a build's folder, before the number of its process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,21 +155,23 @@ def _load() -> _Loaded:
     if platform.system() not in SYSTEMS or platform.machine() not in X86 + ARM:
         here = f"{platform.system()} on {platform.machine()}"
         return _Loaded(None, f"eager: kernels are built on Linux and macOS, x86-64 and ARM; this is {here}")
-    compilers = toolchain.compilers()
-    if not compilers:
-        return _Loaded(None, "eager: no C++ compiler (g++ or clang++) to build the kernels with")
     failures: list[str] = []
-    for cxx in compilers:
+    compilers = toolchain.compilers()
+    for cxx in [*compilers, None]:
         try:
-            path = _obtain(cxx, target)
+            path = _ready(target) if cxx is None else _obtain(cxx, target)
+            if path is None:
+                break
             runtime = toolchain.shipped_openmp()
             if runtime is not None:
                 ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
             loaded = ctypes.CDLL(str(path))
         except (OSError, subprocess.SubprocessError) as error:
-            failures.append(f"{Path(cxx).name}: {toolchain.one_line(error)}")
+            failures.append(f"{Path(cxx or LIBRARY).name}: {toolchain.one_line(error)}")
         else:
             return _Loaded(loaded, f"C++, {path.parent.name}", path.parent, tuple(failures))
+    if not compilers:
+        return _Loaded(None, "eager: no C++ compiler (g++ or clang++) to build the kernels with")
     return _Loaded(None, f"eager: the kernels could not be built ({'; '.join(failures)})")
 
 
@@ -191,60 +195,124 @@ def _obtain(cxx: str, target: str) -> Path:
     Raises:
         OSError: If it cannot be built, or fails its trial.
     """
-    home = Path(__file__).parent
     about = toolchain.version(cxx)
     runtime = toolchain.needed_openmp(cxx, about)
-    # Apple's clang++ accepts the pragmas only with -Xpreprocessor.
-    openmp = ("-Xclang", "-fopenmp") if platform.system() == "Darwin" else ("-fopenmp",)
-    processor = _processor() if target == NATIVE else platform.machine()
-    parts = [about, *flags(target), *openmp, processor, *([] if runtime is None else [str(runtime)])]
-    digest = hashlib.sha256("\x00".join(parts).encode())
-    for name in SOURCES:
-        digest.update(_code((home / name).read_bytes()))
-    places = _places(digest.hexdigest()[:16])
+    places = _places(_key(target, [about], [] if runtime is None else [str(runtime)]))
     for place in places:
         path = place / LIBRARY
         if not (_is_own(place) and _is_own(path) and path.is_file() and os.access(path, os.R_OK)):
             continue
         record, mark = _record(path), _mark(path)
-        if record == f"{mark} passed":
-            return path
         try:
-            _try(path)
+            if record != f"{mark} passed":
+                _try(path)
         except OSError:
             if record == f"{mark} built":  # the compiler would only make the same file again
                 raise
         else:
+            _note_key(path, target)
             return path
     if not any(map(_holds, places)):
         raise OSError(f"no folder to keep them in: {' and '.join(map(str, places))} cannot be used")
     slow = next(filter(_holds, places)) / "too_slow"
     if _age_s(slow) < SLOW_SECONDS:
         raise OSError(f"timed out; it is tried again a day later, or without {slow}")
-    with tempfile.TemporaryDirectory(prefix="whet-build-") as work:
+    _remove_abandoned()
+    with tempfile.TemporaryDirectory(prefix=f"{BUILD}{os.getpid()}-") as work:
         try:
-            made = toolchain.make_library(cxx, flags(target), openmp, home / SOURCES[-1], Path(work), runtime)
+            source = Path(__file__).parent / SOURCES[-1]
+            made = toolchain.make_library(cxx, flags(target), _openmp(), source, Path(work), runtime)
         except TimeoutError:  # not again at every start
             with suppress(OSError):
                 slow.touch()
             raise
         path = _keep(made, places)
     _try(path)
+    _note_key(path, target)
     return path
 
 
+def _openmp() -> tuple[str, ...]:
+    # Apple's clang++ accepts the pragmas only with -Xpreprocessor.
+    return ("-Xclang", "-fopenmp") if platform.system() == "Darwin" else ("-fopenmp",)
+
+
+def _key(target: str, before: Sequence[str] = (), after: Sequence[str] = ()) -> str:
+    """Return a hash of all that goes into a library but the compiler, which `before` and `after` describe."""
+    processor = _processor() if target == NATIVE else platform.machine()
+    digest = hashlib.sha256("\x00".join([*before, *flags(target), *_openmp(), processor, *after]).encode())
+    for name in SOURCES:
+        digest.update(_code((Path(__file__).parent / name).read_bytes()))
+    return digest.hexdigest()[:16]
+
+
+def _note_key(path: Path, target: str) -> None:
+    """Note what a library is for, so that it is found without its compiler (`_ready`)."""
+    noted, key = path.with_suffix(".key"), _key(target)
+    if _read_line(noted) != key:
+        with suppress(OSError):
+            noted.write_text(f"{key}\n")
+
+
+def _ready(target: str) -> Path | None:
+    """Return the newest library that lies ready for this processor, whatever compiler built it; None without one."""
+    key = _key(target)
+    found: list[Path] = []
+    for place in _places(""):
+        for path in place.glob(f"*/{LIBRARY}"):
+            if _is_own(path.parent) and _is_own(path) and _read_line(path.with_suffix(".key")) == key:
+                found.append(path)
+    for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
+        if _record(path) == f"{_mark(path)} passed":
+            return path
+    return None
+
+
+def _remove_abandoned() -> None:
+    """Remove what builds that were killed left behind."""
+    for path in Path(tempfile.gettempdir()).glob(f"{BUILD}*-*"):
+        number = path.name.removeprefix(BUILD).partition("-")[0]
+        if not number.isdecimal() or not _is_own(path):
+            continue
+        try:
+            os.kill(int(number), 0)
+        except ProcessLookupError:
+            shutil.rmtree(path, ignore_errors=True)
+        except (OSError, OverflowError):  # another user's process has the number
+            continue
+
+
 def _places(name: str) -> list[Path]:
-    """Return the folders that may hold a library: the cache, or where that cannot be written, a temporary folder."""
+    """Return the folders that may hold a library: the cache, or where that cannot be written, a temporary folder.
+
+    Raises:
+        OSError: If there is none, or programs are forbidden in all (noexec).
+    """
     places: list[Path] = []
-    problem = ""
+    problems: list[str] = []
     for base in (cache_folder, temporary_folder):
         try:
-            places.append(base() / "kernels" / name)
+            place = base() / "kernels" / name
         except UserError as error:
-            problem = str(error)
+            problems.append(str(error))
+            continue
+        if _is_noexec(place):
+            problems.append(
+                f"{base()} is on a file system that is mounted noexec: set XDG_CACHE_HOME to another"
+            )
+        else:
+            places.append(place)
     if not places:
-        raise OSError(problem)
+        raise OSError("; ".join(problems))
     return list(dict.fromkeys(places))
+
+
+def _is_noexec(place: Path) -> bool:
+    """Say whether no program and no library can be loaded from a folder, or where it would be made."""
+    nearest = next((path for path in (place, *place.parents) if path.exists()), place)
+    with suppress(OSError):
+        return bool(os.statvfs(nearest).f_flag & getattr(os, "ST_NOEXEC", 0))
+    return False
 
 
 def _age_s(path: Path) -> float:
@@ -299,8 +367,12 @@ def _mark(path: Path) -> str:
 
 def _record(path: Path) -> str:
     """Return what is recorded of a library: the `_mark` of a file that was `built`, or that `passed` its trial."""
+    return _read_line(path.with_suffix(".tried"))
+
+
+def _read_line(path: Path) -> str:
     try:
-        return path.with_suffix(".tried").read_text(errors="replace").strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return ""
 

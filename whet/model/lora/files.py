@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from whet.config import user_path
 from whet.model.files import check_manifest, hub_folder, is_hub_name, read_json
 from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter, LoRAPair
 from whet.model.quant import KINDS
@@ -82,7 +83,7 @@ def find_model(init: str, adapter: str = "", *, weights: bool = True) -> tuple[P
             f"combine them: whet merge {' '.join(names.values())[:160]} --out FOLDER"
         )
     adapter = next(iter(names.values()), "")
-    path = Path(init).expanduser()
+    path = user_path(init)
     if not _is_adapter(path):
         folder = model_folder(init, weights=weights)
         if not _is_adapter(folder) and (path.exists() or (folder / "config.json").is_file()):
@@ -102,7 +103,7 @@ def find_model(init: str, adapter: str = "", *, weights: bool = True) -> tuple[P
         raise UserError(
             f"{found.folder}: the adapter needs revision {found.revision[:40]!r} of its base: download that, {advice}"
         )
-    if not Path(found.base).expanduser().exists() and (moved := _relative_base(found.folder)) is not None:
+    if not user_path(found.base).exists() and (moved := _relative_base(found.folder)) is not None:
         found.base = str(moved)  # both were moved, or copied, together
     try:
         base = model_folder(found.base, weights=weights)
@@ -125,13 +126,13 @@ def named_adapters(text: str) -> dict[str, str]:
     Raises:
         UserError: If a name is given twice, or something is missing.
     """
-    if not text or Path(text).expanduser().exists():  # a folder may have a comma in its name
-        return {Path(text).expanduser().resolve().name: text} if text else {}
+    if not text or user_path(text).exists():  # a folder may have a comma in its name
+        return {user_path(text).resolve().name: text} if text else {}
     found: dict[str, str] = {}
     for part in text.split(","):
         name, sign, source = part.strip().partition("=")
         source = source if sign else name
-        name = name if sign else Path(name).expanduser().resolve().name
+        name = name if sign else user_path(name).resolve().name
         if not name or not source:
             raise UserError(
                 f"policy.adapter = {text[:80]!r}: expected folders, or name=folder, between commas"
@@ -260,7 +261,7 @@ def read_adapter(source: str | Path, *, is_new: bool = False) -> Adapter:
 
 
 def _adapter_folder(source: str | Path) -> Path:
-    folder = Path(source).expanduser()
+    folder = user_path(source)
     if (folder / "checkpoints").is_dir():  # a run that trained one
         folder = model_folder(folder)
     if not folder.exists() and "/" in str(source) and is_hub_name(str(source)):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from whet.config import user_path
 from whet.model.gpt2 import Conv1D
 from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter
 from whet.model.lora.files import BASE, PREFIX, base_digest, expert_places, read_adapter
@@ -45,7 +46,7 @@ class Base:
     @classmethod
     def of(cls, init: str, folder: Path, quantize: str = "none") -> Base:
         """Name the model that a run starts from, so that it is found from any folder."""
-        is_local = Path(init).expanduser().exists()
+        is_local = user_path(init).exists()
         return cls(str(folder.resolve()) if is_local else init, folder, quantize)
 
     def write(self, folder: Path) -> None:

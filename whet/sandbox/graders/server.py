@@ -14,7 +14,6 @@ import gc
 import inspect
 import json
 import os
-import resource
 import select
 import signal
 import socket
@@ -26,7 +25,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from whet.install import NoPosix
 from whet.sandbox.graders.loading import LoadError, describe, load_function, rebuild
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = NoPosix()  # pyright: ignore[reportAssignmentType]
 
 CHUNK = 1 << 18
 TICK_S = 1.0

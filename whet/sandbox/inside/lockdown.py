@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import signal
 import struct
 from collections.abc import Iterable
 
 from whet.sandbox.inside.seccomp import build_filter
+
+try:  # loaded before the sandbox closes; whoever only imports this on another system needs none
+    import resource
+except ImportError:
+    resource = None  # pyright: ignore[reportAssignmentType]
 
 NOBODY = 65534
 MAX_FDS = 128

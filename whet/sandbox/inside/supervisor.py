@@ -13,7 +13,6 @@ client means: kill.
 from __future__ import annotations
 
 import array
-import fcntl
 import gc
 import importlib
 import locale
@@ -29,6 +28,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from whet.sandbox.inside import child, lockdown
+
+try:  # loaded before the sandbox closes; whoever only imports this on another system needs none
+    import fcntl
+except ImportError:
+    fcntl = None  # pyright: ignore[reportAssignmentType]
 
 REQUEST = struct.Struct("=QQ")
 REPORT = struct.Struct("=iiq")

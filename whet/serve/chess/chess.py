@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from whet.cli import Program, escape
+from whet.config import user_path
 from whet.eval.chess.games import MAX_TRIES, Player
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.serve.chat import NO_MODEL, require_model
@@ -171,7 +171,7 @@ def main(config: ChessConfig) -> None:
         layout=config.layout,
         tries=config.tries,
     )
-    name = Path(config.policy.init).expanduser().resolve().name
+    name = user_path(config.policy.init).resolve().name
     if config.uci:
         front().begin(f"whet {name}")
         Uci(player, f"whet {name}", config.seed, front().write).run(front())
