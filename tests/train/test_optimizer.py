@@ -17,7 +17,7 @@ from gloo import run_ranks
 from whet.kernels.cpu import build
 from whet.kernels.cpu.ops import PANELS
 from whet.model.checkpointing import CheckpointKind
-from whet.model.config import ModelConfig
+from whet.model.config import Block, Experts, LayerSpec, ModelConfig
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model
 from whet.ranks.collectives import rank, sum_gradients, world_size
@@ -679,3 +679,18 @@ def test_low_memory_optimizers_on_two_ranks_are_those_on_one() -> None:
         # Gradients are float32 sums in another order; first updates have the size of lr whatever theirs is, so single
         # numbers whose gradient is near 0 may go another way.
         assert (found - alone).norm() < 0.02 * (alone - start).norm(), kind
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
+def test_biases_of_all_experts_in_one_tensor_are_biases(name: Any) -> None:
+    """Without a gradient a step only decays: matrices, and neither norms nor biases, though these have two axes."""
+    experts = Experts(count=4, top_k=2, width=16, router="router", score="softmax_of_top", is_clamped=True)
+    block = Block(experts=experts, layers=(LayerSpec(has_experts=True),), expert_names=("", "", "", ""))
+    model = build_model(ModelConfig(hidden_size=16, num_layers=1, vocab_size=40, block=block))
+    before = {name: parameter.detach().fill_(1.0).clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    Optimizer(model, OptimConfig(optimizer=name, weight_decay=0.1)).step(0.5)
+    decayed = {n for n, parameter in model.named_parameters() if not torch.equal(parameter, before[n])}
+    assert any(n.endswith("gate_up_proj_bias") for n in before)
+    assert decayed == {n for n, p in before.items() if p.dim() >= 2 and not n.endswith("bias")}

@@ -329,6 +329,11 @@ class _Arrivals:
     seen: set[int] = field(default_factory=set)
 
 
+def is_matrix(name: str, parameter: torch.Tensor) -> bool:
+    """Say whether a parameter is a matrix, or a stack of them: the biases of all experts in one tensor are none."""
+    return parameter.dim() >= 2 and not name.endswith("bias")
+
+
 class Optimizer:
     """AdamW, Muon, GaLore or Adafactor over a model's parameters, with float32 master weights for 16-bit parameters
     (`Master`).
@@ -362,8 +367,8 @@ class Optimizer:
             id(p)
             for part in self._scaled
             for layer in part.layers
-            for p in layer.parameters()
-            if p.dim() == 2
+            for name, p in layer.named_parameters()
+            if p.dim() == 2 and is_matrix(name, p)
         }
         ratios = {id(part.lora_B): part.lr_ratio for part in model.modules() if isinstance(part, Beside)}
         turned = {id(part.weight) for part in model.modules() if isinstance(part, Conv1D)}
@@ -512,7 +517,7 @@ class Optimizer:
         gradient = local(parameter.grad).to(master.device)
         parameter.grad = None
         self._steps[index] += 1
-        decay = config.weight_decay if parameter.dim() >= 2 else 0.0
+        decay = config.weight_decay if is_matrix(*self._named[index]) else 0.0
         if index in self._by_muon:
             self._orthogonal_update(index, gradient, lr, factor)
         elif index in self._factors:
@@ -621,10 +626,8 @@ class Optimizer:
     @torch.no_grad()
     def _update(self, used: list[int], gradients: list[torch.Tensor], lr: float) -> None:
         """Update all parameters that are their own weights, in two calls."""
-        for is_matrix in (True, False):
-            chosen = [
-                place for place, index in enumerate(used) if (self._named[index][1].dim() >= 2) == is_matrix
-            ]
+        for decays in (True, False):
+            chosen = [place for place, index in enumerate(used) if is_matrix(*self._named[index]) == decays]
             if not chosen:
                 continue
             indices = [used[place] for place in chosen]
@@ -641,7 +644,7 @@ class Optimizer:
                 lr=lr,
                 beta1=self._config.beta1,
                 beta2=self._config.beta2,
-                weight_decay=self._config.weight_decay if is_matrix else 0.0,
+                weight_decay=self._config.weight_decay if decays else 0.0,
                 eps=self._config.eps,
                 amsgrad=False,
                 maximize=False,
