@@ -129,6 +129,41 @@ def test_base_prompts_are_question_and_answer() -> None:
     assert bare.prompt_ids(PROBLEM) == tuple(octets("Question: 12+5=\nAnswer:\n<think>"))
 
 
+NO_SYSTEM = {
+    # As Gemma 1 and 2, Mistral 7B v0.1, templates that only know their roles, and some that leave the message out.
+    "refused": "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    + CHAT,
+    "alternating": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHAT,
+    "unknown role": "{% for m in messages %}{{ {'user': '', 'assistant': ''}[m.role] + '' }}{% endfor %}"
+    + CHAT,
+    "dropped": CHAT.replace("in messages %}", "in messages if m.role != 'system' %}"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_SYSTEM)
+def test_the_instruction_goes_into_the_question_where_there_is_no_system_role(
+    kind: str, tmp_path: Path
+) -> None:
+    folder = chat_folder(tmp_path / "model", template=NO_SYSTEM[kind])
+    policy = load_policy(PolicyConfig(init=str(folder)), seed=0)
+    assert policy.prompt_ids(PROBLEM) == tuple(octets(f"[user]{SYSTEM}\n\n12+5=\n[bot]<think>"))
+    own = load_policy(PolicyConfig(init=str(folder), system_prompt="Be brief.", schema="none"), seed=0)
+    assert own.prompt_ids(PROBLEM) == tuple(octets("[user]Be brief.\n\n12+5=\n[bot]"))
+    silent = load_policy(PolicyConfig(init=str(folder), system_prompt=False, schema="none"), seed=0)
+    assert silent.prompt_ids(PROBLEM) == tuple(octets("[user]12+5=\n[bot]"))
+    # What is given is the template's to leave out, as in transformers; what it refuses goes into the question.
+    told = [
+        {"role": "system", "content": "Hi."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    ]
+    before = [{"type": "text", "text": "Hi.\n\n"}] if kind != "dropped" else []
+    assert silent.chat_text(told) == f"[user]{[*before, *told[1]['content']]}\n[bot]"
+    policy.save(tmp_path / "saved")
+    again = load_policy(PolicyConfig(init=str(tmp_path / "saved")), seed=0)
+    assert again.prompt_ids(PROBLEM) == policy.prompt_ids(PROBLEM)
+
+
 def test_chat_prompts_use_the_template_of_the_model(tmp_path: Path) -> None:
     folder = chat_folder(tmp_path)
     expected = tuple(octets(f"[system]{SYSTEM}\n[user]12+5=\n[bot]<think>"))

@@ -16,6 +16,7 @@ import whet
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.config import ModelConfig
+from whet.model.text.chat import render_passages
 from whet.model.text.tokenizer import Tokenizer
 from whet.tasks.base import TaskConfig
 from whet.tasks.jsonl import Jsonl
@@ -75,6 +76,7 @@ def talk(*turns: str, split: str = "train", **fields: Any) -> Problem:
     )
 
 
+WORDS = (("user", "Why?"), ("assistant", "So."), ("user", "And?"), ("assistant", "Yes."))
 ROWS = [
     talk("Be brief.", "hi", "hello", "hello", "hi"),
     talk("a", "b", "c", "d", "e", "f"),
@@ -390,10 +392,15 @@ def test_a_row_with_nothing_to_learn_is_named(make: Callable[..., PolicyConfig])
 
 
 def test_a_row_that_the_template_refuses_is_named(make: Callable[..., PolicyConfig]) -> None:
-    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
-    policy = load_policy(make(refusing), seed=0)
+    words = ROWS[0].messages[0].content
+    refusing = (
+        f"{{% if messages[0].content == '{words}' %}}{{{{ raise_exception('no such words') }}}}{{% endif %}}"
+    )
+    policy = load_policy(make(refusing + CHATML), seed=0)
     row = replace(ROWS[0], meta={"file": "a.jsonl", "line": "7"})
-    with pytest.raises(UserError, match="^a.jsonl, line 7: chat template fails: TemplateError: no system"):
+    with pytest.raises(
+        UserError, match="^a.jsonl, line 7: chat template fails: TemplateError: no such words"
+    ):
         demonstrate(policy, [*ROWS[2:4], row])
     marked = "{{ m.role }}\n{% generation %}{{ m.content }}{% endgeneration %}"
     blocks = CHATML.replace("{{ m.role + '\n' + m.content }}", marked)
@@ -401,6 +408,20 @@ def test_a_row_that_the_template_refuses_is_named(make: Callable[..., PolicyConf
     assert note.startswith(
         "warning: in 3 of 3 conversations the template's generation blocks leave out the token"
     )
+
+
+def test_a_system_message_that_the_template_refuses_stands_in_the_first_question(
+    make: Callable[..., PolicyConfig],
+) -> None:
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+    tokenizer = load_policy(make(refusing), seed=0).tokenizer
+    told = [{"role": "system", "content": "Be brief."}, *({"role": r, "content": t} for r, t in WORDS)]
+    folded = [{"role": "user", "content": "Be brief.\n\nWhy?"}, *told[2:]]
+    found, expected = (render_passages(tokenizer, messages) for messages in (told, folded))
+    assert [passage.text for passage in found] == [passage.text for passage in expected]
+    spans = [[turn for passage in side for turn in passage.turns.values()] for side in (found, expected)]
+    assert spans[0] == spans[1]
+    assert [turn for passage in found for turn in passage.turns] == [2, 4]
 
 
 def test_words_that_the_tokenizer_lacks_are_refused(make: Callable[..., PolicyConfig]) -> None:

@@ -34,7 +34,7 @@ from whet.model.quant import dequantize, quantize
 from whet.model.routing import Routing, times_read
 from whet.model.steering import Steering, read_steering
 from whet.model.text.boards import boards, compose_embeddings
-from whet.model.text.chat import render_passages
+from whet.model.text.chat import in_user_turn, render_passages
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, LlamaLike, init_weights
@@ -347,6 +347,11 @@ class Policy:
 
     def _asked(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         asked = self.schema.messages(messages, has_system=self.system_prompt)
+        if asked and asked[0]["role"] == "system":
+            role = self.tokenizer.system_role
+            # Given messages are written as the template has them, which may leave them out; an instruction is not lost.
+            if role == "refused" or (role == "dropped" and len(asked) > len(messages)):
+                asked = in_user_turn(asked)
         sources = images_in(asked)
         if sources and self.model.images is None:
             raise UserError(
@@ -571,6 +576,7 @@ class Policy:
         temperature: float = 1.0,
         attention: AttentionKind | None = None,
         hidden_MD: torch.Tensor | None = None,
+        all_rows: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Score a micro-batch's trained tokens, under the distribution that `engine` sampled.
 
@@ -579,6 +585,8 @@ class Policy:
             temperature: Temperature at which the tokens were sampled.
             attention: Another attention kernel than the policy's.
             hidden_MD: Result of `hidden`, where it is there already.
+            all_rows: Count rows of the head that are no token's, too: learning from data keeps them unlikely for
+                programs that may draw them.
 
         Returns:
             Log-probabilities [M] and entropies [M] in nats; differentiable unless autograd is off.
@@ -590,6 +598,7 @@ class Policy:
             autocast=self.autocast,
             attention=attention or self.attention,
             hidden_MD=self.hidden(micro, attention=attention) if hidden_MD is None else hidden_MD,
+            all_rows=all_rows,
         )
 
     def protocol(self) -> dict[str, object]:

@@ -81,15 +81,45 @@ def render_passages(
     ]
 
 
+def in_user_turn(messages: Chat) -> list[dict[str, Any]]:
+    """Move leading system messages to the start of the first user message, for templates without a system role."""
+    rest = [dict(message) for message in messages]
+    texts: list[str] = []
+    while rest and rest[0]["role"] == "system":
+        texts.append(_text_of(rest.pop(0)["content"]))
+    if not texts:
+        return rest
+    system = "\n\n".join(texts)
+    first = next((message for message in rest if message["role"] == "user"), None)
+    if first is None:
+        return [{"role": "user", "content": system}, *rest]
+    content = first["content"]
+    if isinstance(content, str):
+        first["content"] = f"{system}\n\n{content}"
+    else:
+        first["content"] = [{"type": "text", "text": f"{system}\n\n"}, *content]
+    return rest
+
+
+def _text_of(content: Any) -> str:
+    """Return the text of a message's content, which may come in parts."""
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text", "")) for part in content or ())
+
+
 def _turn(
     tokenizer: Tokenizer, messages: Chat, values: Mapping[str, Any] | None, stop_ids: Sequence[int]
 ) -> tuple[str, tuple[tuple[int, int], ...]]:
     """Render a conversation up to its last message, the assistant's; return what it wrote there, too."""
+    before = messages[:-1]
+    if messages[0]["role"] == "system" and tokenizer.system_role == "refused":
+        messages, before = in_user_turn(messages), in_user_turn(before)
     text, blocks = tokenizer.render_turn(messages, cue=False, values=values)
     if blocks is not None:
-        _, earlier = tokenizer.render_turn(messages[:-1], cue=False, values=values)
+        _, earlier = tokenizer.render_turn(before, cue=False, values=values)
         return text, tuple(blocks[len(earlier or ()) :])
-    prompt, _ = tokenizer.render_turn(messages[:-1], cue=True, values=values)
+    prompt, _ = tokenizer.render_turn(before, cue=True, values=values)
     message, template = messages[-1], tokenizer.chat_template or ""
     stops = {tokenizer.token_text(index) for index in {*tokenizer.stop_ids, *stop_ids}}
     begins = text.startswith(prompt)

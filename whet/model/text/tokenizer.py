@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -461,6 +461,20 @@ class Tokenizer:
                 text = ""
             self._endings[key] = text.rpartition(MARK)[2] if MARK in text else ""
         return self._endings[key]
+
+    @functools.cached_property
+    def system_role(self) -> Literal["written", "dropped", "refused"]:
+        """What the chat template does with a system message before a question: some raise an error, or leave it out."""
+        asked = [{"role": "user", "content": "0"}]
+        try:
+            self._render(asked, cue=True)
+        except UserError:  # it fails without one, too: rendering reports why
+            return "written"
+        try:
+            text = self._render([{"role": "system", "content": MARK}, *asked], cue=True)
+        except UserError:
+            return "refused"
+        return "written" if MARK in text else "dropped"
 
     def encode_prompt(
         self,
