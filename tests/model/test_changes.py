@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import family_cases
 import pytest
 import torch
+from seeing import save_model as save_seeing
 
 from whet.eval.compare import compare, page
 from whet.model import changes
@@ -122,6 +124,38 @@ def test_an_adapter_counts_as_merged(family: str, settings: dict[str, Any], tmp_
     # One that began from this adapter has changed nothing yet.
     same = changed_weights(str(base), str(tmp_path / "adapter"), adapter=str(tmp_path / "adapter"))
     assert (same.total.changed, same.skipped) == (0, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("phi3", ("q_proj", "up_proj")),
+        ("lfm2", ("all-linear",)),
+        ("mixtral", ("experts.gate_up_proj", "experts.down_proj")),
+        ("gpt_oss", ("experts.down_proj",)),
+        ("seeing", ("all-linear", "visual.*.qkv")),
+    ],
+)
+def test_an_adapter_counts_by_the_names_of_the_files(
+    name: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    save_seeing(base) if name == "seeing" else family_cases.make(family_cases.CASES[name], base)
+    model, _ = load_model(base)
+    adapters = Trained(model, LoRAConfig(rank=2, targets=targets), base=Base.of(str(base), base), seed=0)
+    with torch.no_grad():
+        for _, parameter in adapters.named_parameters():
+            parameter.add_(0.01)
+    adapters.write(tmp_path / "adapter")
+    merged, _ = load_model(base)
+    adapter = read_adapter(tmp_path / "adapter")
+    adapter.merge(adapter.fit(merged))
+    plain = dict(load_model(base)[0].named_parameters())
+    changed = sum(int((weight != plain[name]).sum()) for name, weight in merged.named_parameters())
+    found = changed_weights(str(base), str(tmp_path / "adapter"))
+    assert found.total.changed == pytest.approx(changed, rel=1e-3)  # products of parts round otherwise
+    assert changed > 0
+    assert found.skipped == ()
 
 
 def test_comparisons_of_models_have_them(base: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from whet.model.files import read_json
+from whet.model.lora.adapter import EXPERT_ENDS, LoRAPair, rows_of
 from whet.model.lora.files import find_model
-from whet.model.weights import weight_files
+from whet.model.weights import stored_places, stored_shape, weight_files
 
 CHANGES = "weights.json"
 """What a run writes at its end: `Changes.facts`, and where it began."""
@@ -119,17 +119,21 @@ class _Stored:
 
     def __init__(self, init: str, adapter: str = "") -> None:
         folder, self.adapter = find_model(init, adapter)
-        self.is_transposed = read_json(folder / "config.json").get("model_type") == "gpt2"
+        self.config = stored_shape(folder)
         self.files: dict[str, Path] = {}
         for path in weight_files(folder):
             with safe_open(path, "pt") as file:
                 self.files |= dict.fromkeys(file.keys(), path)
-        pairs = {} if self.adapter is None else self.adapter.pairs
-        saved = {} if self.adapter is None else self.adapter.saved
-        self.saved = {name: tensor for name, tensor in saved.items() if name in self.files}
-        named = {(name if name in self.files else f"{name}.weight"): pair for name, pair in pairs.items()}
-        self.pairs = {name: pair for name, pair in named.items() if name in self.files}
-        self.lost = tuple(sorted((set(named) - set(self.pairs)) | (set(saved) - set(self.saved))))
+        self.pairs: dict[str, LoRAPair] = {}
+        self.saved: dict[str, torch.Tensor] = {}
+        self._places = {name: stored_places(name, self.config) for name in self.files}
+        own = {parameter for places in self._places.values() for parameter, _ in places}
+        if self.adapter is not None:
+            self.adapter.rename(self.config)
+            pairs = self.adapter.pairs.items()
+            self.pairs = {(name if name in own else f"{name}.weight"): pair for name, pair in pairs}
+            self.saved = dict(self.adapter.saved)
+        self.lost = tuple(sorted((set(self.pairs) | set(self.saved)) - own))
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return a tensor's shape; None if it is not of floating point."""
@@ -139,7 +143,7 @@ class _Stored:
 
     def is_changed(self, name: str) -> bool:
         """Whether the adapter says something of a tensor."""
-        return name in self.saved or name in self.pairs
+        return any(own in self.saved or own in self.pairs for own, _ in self._places[name])
 
     def slices(self, name: str, rows: int) -> Iterator[torch.Tensor]:
         """Yield a tensor, some rows at a time."""
@@ -157,14 +161,36 @@ class _Stored:
                 yield part[start : start + rows]
 
     def _whole(self, name: str) -> torch.Tensor:
-        if name in self.saved:
-            return self.saved[name]
         with safe_open(self.files[name], "pt") as file:
             weight = file.get_tensor(name)
-        pair, (rows, columns) = self.pairs[name], weight.shape[-2:]
-        is_square = rows == columns
-        fits = (pair.b_FR.shape[0], pair.a_RD.shape[1]) == (rows, columns)
-        return pair.changed(weight, transposed=self.is_transposed if is_square else not fits)
+        places = self._places[name]
+        rows = [len(weight)]
+        if len(places) > 1:  # several of whet's matrices, one below the other
+            rows = rows_of(self.config, [own.removesuffix(".weight") for own, _ in places])
+        parts = zip(places, weight.split(rows), strict=True)
+        return torch.cat([self._changed(own, part, rows) for (own, part), rows in parts])
+
+    def _changed(self, own: str, part: tuple[int | slice, ...], weight: torch.Tensor) -> torch.Tensor:
+        """Return a parameter, or the part of it that a file's tensor has, with what the adapter makes of it."""
+        if own in self.saved:
+            return self.saved[own][part] if part else self.saved[own]
+        pair = self.pairs.get(own)
+        if pair is None:
+            return weight
+        if part:  # rows of one expert
+            number, *rest = part
+            count = self.config.block.experts.count if self.config.block.experts is not None else 1
+            a, b = pair.a_RD.view(count, -1, pair.a_RD.shape[1]), pair.b_FR.view(len(pair.b_FR), -1, count)
+            pair = replace(
+                pair, a_RD=a[number], b_FR=b[:, :, number][tuple(rest)] if rest else b[:, :, number]
+            )
+        rows, columns = weight.shape[-2:]
+        is_turned = (pair.b_FR.shape[0], pair.a_RD.shape[1]) != (rows, columns)
+        if rows == columns:
+            experts = self.config.block.experts
+            is_clamped = experts is not None and experts.is_clamped and own.endswith(EXPERT_ENDS)
+            is_turned = self.config.family == "gpt2" or is_clamped
+        return pair.changed(weight, transposed=is_turned)
 
 
 def changed_weights(before: str, after: str, *, adapter: str = "") -> Changes:

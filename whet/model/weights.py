@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -243,6 +244,52 @@ def _places(stored: str, config: ModelConfig) -> tuple[_Place, ...]:
 
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def own_names(name: str, config: ModelConfig) -> tuple[str, ...]:
+    """Return what whet calls a parameter that transformers' module of the family has: several for one that whet keeps
+    apart, one below the other in it; none if whet has no such parameter."""
+    return tuple(place.name for place in _places(name, config))
+
+
+def stored_places(stored: str, config: ModelConfig) -> tuple[tuple[str, tuple[int | slice, ...]], ...]:
+    """Return where the rows of a tensor of the family's files go: parameters, each with the part of it, () for all."""
+    return tuple((place.name, place.part) for place in _places(stored, config))
+
+
+def module_name(name: str, config: ModelConfig) -> tuple[str, tuple[str, ...]]:
+    """Return what transformers calls a module or parameter, as adapters in peft's format do: what `own_names` undoes.
+
+    Args:
+        name: Whet's name of it.
+        config: Shape of the model.
+
+    Returns:
+        The name, and whet's names of the modules that are one there, in their order; () where it is one in both.
+    """
+    parts: tuple[str, ...] = ()
+    head, _, leaf = name.rpartition(".")
+    is_own = leaf in ("weight", "bias")
+    module, _, last = head.rpartition(".") if is_own else (head, "", leaf)
+    for whole in config.block.fused:
+        if last in FUSED[whole]:
+            ends = f".{leaf}" if is_own else ""
+            parts = tuple(f"{module}.{part}{ends}" for part in FUSED[whole])
+            name = f"{module}.{whole}{ends}"
+    back = [(here, stored) for stored, here in config.block.renamed]
+    name = _renamed(f"{name}.", back)[:-1]
+    pairs = [] if config.vision is None else config.vision.renamed
+    theirs = [(here, there) for there, here in pairs if there.startswith("model.") and there != here]
+    if config.block.is_part and _has_inner_text(config.source):
+        theirs = [("model.", "model.language_model.")]
+    here, there = next(((h, t) for h, t in theirs if name.startswith(h)), ("", ""))
+    return there + name.removeprefix(here), parts
+
+
+@lru_cache(maxsize=8)
+def _has_inner_text(source: str) -> bool:
+    """Say whether transformers loads a text part within the model with images that it comes from."""
+    return json.loads(source).get("model_type") in ("gemma4_text", "ministral3", "mistral")
 
 
 def as_stored(tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
@@ -924,6 +971,22 @@ def as_reward_model(model: LanguageModel) -> LanguageModel:
     _open_to_training(scoring)
     scoring.sampling_defaults, scoring.images = model.sampling_defaults, model.images
     return scoring.eval()
+
+
+def without_rows(model: LanguageModel, num_rows: int) -> LanguageModel:
+    """Return the model with the first `num_rows` rows of its vocabulary; everything else is shared."""
+    count = model.config.vocab_size
+    with torch.device("meta"):
+        cut = build_model(replace(model.config, vocab_size=num_rows))
+    sizes = {name: p.shape for name, p in cut.named_parameters()}
+    found = {
+        name: weight.detach()[:num_rows] if len(weight) == count and sizes[name][0] == num_rows else weight
+        for name, weight in model.named_parameters()
+    }
+    share_packed(model, cut)
+    cut.load_state_dict({**found, **dict(packed_tensors(model))}, strict=True, assign=True)
+    cut.sampling_defaults, cut.images = model.sampling_defaults, model.images
+    return cut.eval()
 
 
 def resize_vocabulary(model: LanguageModel, num_rows: int, seed: int) -> LanguageModel:

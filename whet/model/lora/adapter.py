@@ -8,25 +8,29 @@ but rounding makes the sum irreversible.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from whet.model.config import TOWER
+from whet.model.config import TOWER, ModelConfig
 from whet.model.experts import ExpertWeights
 from whet.model.gpt2 import Conv1D
-from whet.model.lora.side import Beside, Target, make_side, targets_of
+from whet.model.lora.side import EXPERT_SIDES, Beside, Target, make_side, targets_of
 from whet.model.quant import Kind, packed_parts
 from whet.model.transformer import SIDE_NAMES, LanguageModel
-from whet.model.weights import build_model
+from whet.model.weights import build_model, module_name, own_names
 from whet.types import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+EXPERT_ENDS = tuple(f".experts.{name}" for name in EXPERT_SIDES)
+"""Of names of the experts' parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +102,8 @@ class Adapter:
         quantize: How the model that it was trained on was rounded as it was loaded; 'none' if it was not.
         base_sha256: Hash of that model's files; None where it was not noted.
         config: Content of its adapter_config.json.
-        pairs: By module of the model; of experts by parameter.
-        saved: Whole tensors by parameter name (biases, modules_to_save).
+        pairs: By module; of experts by parameter. The names are transformers', after `rename` whet's own.
+        saved: Whole tensors by parameter name (biases, modules_to_save), named alike.
     """
 
     def __init__(
@@ -110,8 +114,11 @@ class Adapter:
         saved: dict[str, torch.Tensor],
         quantize: Kind | Literal["none"] = "none",
         base_sha256: str | None = None,
+        parts: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.folder, self.pairs, self.saved = folder, pairs, saved
+        self._parts = dict(parts or {})
+        self._listed = set(pairs)
         self.quantize: Kind | Literal["none"] = quantize
         self.base_sha256 = base_sha256
         self.base = str(config.get("base_model_name_or_path") or "")
@@ -132,8 +139,78 @@ class Adapter:
         """What stands beside the layers of the model to which it is applied."""
         return list(self._sides)
 
+    def rename(self, config: ModelConfig) -> None:
+        """Give pairs and whole tensors whet's own names; what is one module there and several here is split by rows.
+
+        Args:
+            config: Shape of the base. Names that are whet's already stay.
+
+        Raises:
+            UserError: If a tensor has other rows than what it stands for, or two stand for one.
+        """
+        pairs: dict[str, LoRAPair] = {}
+        saved: dict[str, torch.Tensor] = {}
+        for module, pair in self.pairs.items():
+            is_expert = module.endswith(EXPERT_ENDS)
+            own = own_names(module if is_expert else f"{module}.weight", config)
+            names = [name if is_expert else name.removesuffix(".weight") for name in own] or [module]
+            parts = [pair] if len(names) == 1 else self._split(module, pair, names, rows_of(config, names))
+            for name, part in zip(names, parts, strict=True):
+                if part is not None:
+                    self._put(pairs, name, part)
+        for name, tensor in self.saved.items():
+            names = own_names(name, config) or (name,)
+            rows = [len(tensor)]
+            if len(names) > 1:
+                rows = rows_of(config, [own.removesuffix(".weight") for own in names])
+            if sum(rows) != len(tensor):
+                raise UserError(f"{self.folder}: {name[:80]!r} has {len(tensor)} rows, the model {sum(rows)}")
+            for own, part in zip(names, tensor.split(rows), strict=True):
+                self._put(saved, own, part)
+        self.pairs, self.saved, self._parts = pairs, saved, {}
+
+    def _put(self, found: dict[str, Any], name: str, value: object) -> None:
+        if name in found:
+            raise UserError(
+                f"{self.folder}: {name[:80]!r} occurs twice, by whet's own name and by transformers'"
+            )
+        found[name] = value
+
+    def _split(
+        self, module: str, pair: LoRAPair, names: Sequence[str], rows: list[int]
+    ) -> list[LoRAPair | None]:
+        """Return the changes of the matrices that a module has one below the other; None for one without a change.
+
+        An adapter that whet wrote has each one's own rows of A and columns of B, which are taken apart again; any other
+        has its A in common.
+        """
+        if sum(rows) != pair.b_FR.shape[0]:
+            raise UserError(
+                f"{self.folder}: {module[:80]!r} has a change of {pair.b_FR.shape[0]} rows, the model {sum(rows)}: "
+                "another base?"
+            )
+        bs = pair.b_FR.split(rows)
+        lengths = [None] * len(rows) if pair.magnitude_F is None else pair.magnitude_F.split(rows)
+        own, rank = self._parts.get(module), pair.a_RD.shape[0]
+        ends = [name.rpartition(".")[2] for name in names]
+        if own is None:
+            return [replace(pair, b_FR=b, magnitude_F=m) for b, m in zip(bs, lengths, strict=True)]
+        if not own or not set(own) <= set(ends) or rank % len(own):
+            raise UserError(f"{self.folder}: {module[:80]!r} of rank {rank} is not made of {str(own)[:80]}")
+        size = rank // len(own)
+        share = size / rank
+        alpha = pair.alpha * (math.sqrt(share) if self.config.get("use_rslora") else share)
+        found: list[LoRAPair | None] = []
+        for end, b, m in zip(ends, bs, lengths, strict=True):
+            if end not in own:
+                found.append(None)
+                continue
+            place = slice(own.index(end) * size, (own.index(end) + 1) * size)
+            found.append(LoRAPair(pair.a_RD[place], b[:, place], alpha, pair.scaling, m))
+        return found
+
     def fit(self, model: LanguageModel) -> LanguageModel:
-        """Check the adapter against a model.
+        """Check the adapter against a model, and take whet's own names (`rename`).
 
         Args:
             model: The base.
@@ -145,6 +222,7 @@ class Adapter:
         Raises:
             UserError: If a tensor does not exist in the model or has another shape, or a target has no tensors.
         """
+        self.rename(model.config)
         table = next(name for name, weight in model.named_parameters() if weight is model.head_weight)
         touched = {table.removesuffix(".weight"), "lm_head"} & (
             set(self.pairs) | {name.rpartition(".")[0] for name in self.saved}
@@ -334,9 +412,13 @@ class Adapter:
             or config.get("layers_to_transform") is not None
         ):
             return
-        for name, module in model.named_modules():
-            is_listed = any(name == target or name.endswith(f".{target}") for target in targets)
-            if is_listed and isinstance(module, nn.Linear | Conv1D | nn.Embedding) and name not in self.pairs:
+        for own, module in model.named_modules():
+            if not isinstance(module, nn.Linear | Conv1D | nn.Embedding) or own in self.pairs:
+                continue
+            name, _ = module_name(own, model.config)
+            if name not in self._listed and any(
+                name == target or name.endswith(f".{target}") for target in targets
+            ):
                 raise UserError(f"{self.folder}: {CONFIG} lists {name!r}, {WEIGHTS} has no tensors for it")
 
 
@@ -347,6 +429,20 @@ def adapter_digest(folder: Path) -> str:
         with (folder / name).open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
+
+
+@lru_cache(maxsize=8)
+def _outputs(config: ModelConfig) -> dict[str, int]:
+    """Return the outputs of a model's matrices by module."""
+    with torch.device("meta"):
+        named = build_model(config).named_parameters()
+    return {name.removesuffix(".weight"): p.shape[0] for name, p in named if p.dim() == 2}
+
+
+def rows_of(config: ModelConfig, modules: Sequence[str]) -> list[int]:
+    """Return the outputs of some of a model's matrices."""
+    outputs = _outputs(config)
+    return [outputs[module] for module in modules]
 
 
 def _is_transposed(model: LanguageModel, module: str) -> bool:

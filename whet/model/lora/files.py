@@ -3,6 +3,7 @@ execute."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -19,7 +20,6 @@ from whet.config import user_path
 from whet.model.files import check_manifest, hub_folder, is_hub_name, read_json
 from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter, LoRAPair
 from whet.model.quant import KINDS
-from whet.model.vision.shapes import own_name
 from whet.model.weights import model_folder
 from whet.telemetry.provenance import describe_model, no_run
 from whet.types import UserError
@@ -51,6 +51,8 @@ PREFIX = "base_model.model."
 """Beginning of the tensors' names."""
 BASE = "base.json"
 """File in which whet notes where an adapter's base is, and the hash of its files."""
+PARTS = "whet.parts"
+"""Key of the file's metadata: which of whet's modules have their own rows of A and columns of B in one of peft's."""
 LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<side>[AB]|magnitude_vector)(?:\.weight)?")
 EXPERTS = ("gate_up_proj", "down_proj")
 """Experts' parameters; where both have adapters, peft wraps the module twice, the first one inside."""
@@ -221,9 +223,9 @@ def read_adapter(source: str | Path, *, is_new: bool = False) -> Adapter:
     """
     folder = _adapter_folder(source)
     check_manifest(folder)
-    config = _with_own_names(read_json(folder / CONFIG))
+    config = read_json(folder / CONFIG)
     _check_config(config, folder / CONFIG)
-    names = _stored_names(folder / WEIGHTS)
+    names, parts = _stored_names(folder / WEIGHTS)
     experts = _expert_names(config, names)
     sides: dict[str, dict[str, torch.Tensor]] = {}
     saved: dict[str, torch.Tensor] = {}
@@ -257,7 +259,7 @@ def read_adapter(source: str | Path, *, is_new: bool = False) -> Adapter:
     rounded, sha256 = noted.get("quantize", "none"), noted.get("sha256")
     if rounded not in ("none", *KINDS):
         raise UserError(f"{folder / BASE}: quantize = {str(rounded)[:40]!r}: expected {' or '.join(KINDS)}")
-    return Adapter(folder, config, pairs, saved, rounded, None if sha256 is None else str(sha256))
+    return Adapter(folder, config, pairs, saved, rounded, None if sha256 is None else str(sha256), parts)
 
 
 def _adapter_folder(source: str | Path) -> Path:
@@ -334,39 +336,19 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 tensor = tensor.float()
                 if not tensor.isfinite().all():
                     raise UserError(f"{path}: tensor {name[:80]!r} contains NaN or infinity")
-                yield _own(name), tensor
+                yield name, tensor
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not a readable safetensors file ({str(error)[:300]})") from None
 
 
-def _own(stored: str) -> str:
-    """Return a stored name with whet's own names of the parts of a model with images."""
-    name = stored.removeprefix(PREFIX)
-    return stored if name == stored else PREFIX + own_name(name)
-
-
-def _with_own_names(config: dict[str, Any]) -> dict[str, Any]:
-    """Return an adapter's configuration with whet's own names of modules."""
-    found = dict(config)
-    for key in ("target_modules", "target_parameters", "modules_to_save"):
-        if isinstance(names := found.get(key), list):
-            found[key] = [own_name(name) if isinstance(name, str) else name for name in names]
-    for key in ("rank_pattern", "alpha_pattern"):
-        if isinstance(patterns := found.get(key), dict):
-            found[key] = {_own_pattern(pattern): value for pattern, value in patterns.items()}
-    return found
-
-
-def _own_pattern(pattern: str) -> str:
-    """Return a pattern that is a whole name with whet's own name; others fit by their ends."""
-    plain = pattern.replace("\\", "")
-    return re.escape(own_name(plain)) if re.escape(plain) == pattern else pattern
-
-
-def _stored_names(path: Path) -> list[str]:
+def _stored_names(path: Path) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the tensors' names, and of what parts modules were made (`PARTS`)."""
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
-            return [_own(name) for name in file.keys()]  # noqa: SIM118 (safe_open has no iterator)
+            parts = json.loads((file.metadata() or {}).get(PARTS, "{}"))
+            return list(file.keys()), parts if isinstance(parts, dict) else {}
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: {PARTS} in its metadata is not JSON ({error})") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not a readable safetensors file ({str(error)[:300]})") from None
 
@@ -393,6 +375,7 @@ def _expert_names(config: Mapping[str, Any], stored: Sequence[str]) -> dict[str,
         for name in stored
         if (match := LORA_NAME.fullmatch(name.removeprefix(PREFIX)))
     }
+    modules = {module for module in modules if module.endswith("experts")}
     names: list[str] = []
     for module in modules:
         for part in EXPERTS:

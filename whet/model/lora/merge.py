@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter, LoRAPair
+from whet.model.lora.adapter import CONFIG, EXPERT_ENDS, WEIGHTS, Adapter, LoRAPair
 from whet.model.lora.files import BASE, PREFIX
 from whet.model.lora.several import check_same_base
 from whet.types import UserError
@@ -64,9 +64,9 @@ def merge_adapters(
                 f"{adapter.folder}: {sorted(adapter.saved)[0][:80]!r} is a whole tensor, which no weighted sum of "
                 "adapters holds: merge it into the base (whet export --to merged)"
             )
-        if experts := adapter.config.get("target_parameters"):
+        if experts := next((name for name in adapter.pairs if name.endswith(EXPERT_ENDS)), None):
             raise UserError(
-                f"{adapter.folder}: it changes experts ({str(experts[0])[:80]}), which are not merged with others': "
+                f"{adapter.folder}: it changes experts ({experts[:80]}), which are not merged with others': "
                 "merge it into the base (whet export --to merged)"
             )
         if dora := next((name for name, pair in adapter.pairs.items() if pair.magnitude_F is not None), None):
@@ -187,13 +187,16 @@ def write_merged(folder: Path, pairs: dict[str, LoRAPair], adapters: Sequence[Ad
         stem = f"{PREFIX}{name}"
         tensors[f"{stem}.lora_A.weight"], tensors[f"{stem}.lora_B.weight"] = a.contiguous(), b.contiguous()
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    listed = {name for adapter in adapters for name in adapter.config.get("target_parameters") or ()}
+    as_parameters = sorted(f"{name}.weight" for name in pairs if f"{name}.weight" in listed)
     facts: dict[str, Any] = dict(first.config) | {
         "r": rank,
         "lora_alpha": rank,
         "rank_pattern": {},
         "alpha_pattern": {},
         "use_rslora": False,
-        "target_modules": sorted(pairs),
+        "target_modules": sorted(name for name in pairs if f"{name}.weight" not in listed),
+        "target_parameters": as_parameters or None,
         "exclude_modules": None,
         "layers_to_transform": None,
         "modules_to_save": None,

@@ -112,6 +112,7 @@ class Several:
         """
         places = {target.name: target for target in targets_of(model)}
         for adapter in self.adapters.values():
+            adapter.rename(model.config)
             others = sorted(adapter.saved) + sorted(
                 name for name in adapter.pairs if name not in places or places[name].is_expert
             )

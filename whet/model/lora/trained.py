@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from whet.config import user_path
 from whet.model.gpt2 import Conv1D
 from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter
-from whet.model.lora.files import BASE, PREFIX, base_digest, expert_places, read_adapter
-from whet.model.lora.side import Beside, LoRAConfig, Target, attach, choose, sides_of
+from whet.model.lora.files import BASE, PARTS, PREFIX, base_digest, expert_places, read_adapter
+from whet.model.lora.side import Beside, LoRAConfig, Target, attach, choose, sides_of, targets_of
 from whet.model.quant import packed_parts
 from whet.model.transformer import LanguageModel
-from whet.model.vision.shapes import module_name
+from whet.model.weights import module_name
 from whet.types import UserError
 
 KEPT_WHEN_CONTINUED = ("rank", "lr_ratio")
@@ -56,6 +56,41 @@ class Base:
         if self.quantize != "none":  # the adapter makes up for the rounding, too
             facts["quantize"] = self.quantize
         (folder / BASE).write_text(json.dumps(facts, indent=1) + "\n")
+
+
+EXPERTS_BEFORE = (".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
+"""Ends of the names that experts' matrices had in transformers 4."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A module of transformers that has an adapter.
+
+    Attributes:
+        name: Its name; of experts that of the parameter.
+        parts: Whet's names of its parts, in their order; () where it is one here, too.
+        places: Whet's adapters of it.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    places: list[tuple[Target, Beside]]
+
+    @property
+    def rank(self) -> int:
+        """Rank of the adapter that is written: a start that is subtracted doubles it, and those of parts add up."""
+        return sum(rank_of(*place) * (2 if place[1].start is not None else 1) for place in self.places)
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is a parameter of experts."""
+        return self.places[0][0].is_expert
+
+    @property
+    def ends(self) -> list[str]:
+        """Ends of the names of the parts that have adapters, in their order."""
+        own = {target.name for target, _ in self.places}
+        return [name.rpartition(".")[2] for name in self.parts if name in own]
 
 
 class Trained:
@@ -121,9 +156,7 @@ class Trained:
     @property
     def written_rank(self) -> int:
         """Rank of the adapters as `write` writes them: a start that is subtracted doubles it."""
-        return max(
-            rank_of(*place) * (2 if place[1].start is not None else 1) for place in sides_of(self._model)
-        )
+        return max(theirs.rank for theirs in self._written())
 
     def check_plain(self) -> None:
         """Refuse adapters that vLLM and SGLang cannot have: they know A, B and one scaling of the layers' matrices.
@@ -163,63 +196,111 @@ class Trained:
         weights = dict(self.named_parameters()) if weights is None else weights
         folder.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, torch.Tensor] = {}
-        places = list(sides_of(self._model))
-        places_of_experts = expert_places([target.name for target, _ in places if target.is_expert])
-        for target, side in places:
-            own = prefix_of(target)
-            a, b = (weights[f"{own}.lora_{letter}"].detach().cpu() for letter in "AB")
-            if side.start is not None:
-                a, b = _with_start(target, a, b, side.start)
-            stem = f"{PREFIX}{self._theirs(places_of_experts.get(target.name, target.name))}"
+        written = self._written()
+        places_of_experts = expert_places([one.name for one in written if one.is_expert])
+        for one in written:
+            stem = f"{PREFIX}{places_of_experts.get(one.name, one.name)}"
+            a, b, lengths = self._joined(one, weights)
             tensors[f"{stem}.lora_A.weight"], tensors[f"{stem}.lora_B.weight"] = a, b
-            if side.magnitude is not None:
-                tensors[f"{stem}.lora_magnitude_vector"] = weights[f"{own}.magnitude"].detach().cpu()
-        modules = [self._theirs(module) for module in self.saved]
+            if lengths is not None:
+                tensors[f"{stem}.lora_magnitude_vector"] = lengths
+        modules: list[str] = []
         for module in self.saved:
+            theirs, own = module_name(module, self._model.config)
+            modules += [theirs] * (theirs not in modules)
             for part, _ in self._model.get_submodule(module).named_parameters():
-                name = f"{PREFIX}{self._theirs(module)}.{part}"
-                tensors[name] = weights[f"{module}.{part}"].detach().cpu()
+                rows = [
+                    weights.get(name, self._model.get_parameter(name)).detach().cpu()
+                    for name in (f"{each}.{part}" for each in own or (module,))
+                ]
+                name, _ = module_name(f"{module}.{part}", self._model.config)
+                tensors[f"{PREFIX}{name}"] = torch.cat(rows) if len(rows) > 1 else rows[0]
         table = next(
             name for name, weight in self._model.named_parameters() if weight is self._model.head_weight
         )
-        table = self._theirs(table)
+        table, _ = module_name(table, self._model.config)
         if table in {name.removeprefix(PREFIX) for name in tensors} and not table.startswith("lm_head."):
             # A tied head: peft has a copy of it beside the embeddings, which would stay as it was.
             tensors[f"{PREFIX}lm_head.weight"] = tensors[f"{PREFIX}{table}"].clone()
             modules.append("lm_head")
-        save_file({name: t.contiguous() for name, t in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
-        (folder / CONFIG).write_text(
-            json.dumps(self._facts(places, modules, is_plain=is_plain), indent=1) + "\n"
-        )
+        facts = {"format": "pt"}
+        if parts := {one.name: one.ends for one in written if one.ends}:
+            facts[PARTS] = json.dumps(parts)
+        save_file({name: t.contiguous() for name, t in tensors.items()}, folder / WEIGHTS, facts)
+        settings = self._facts(written, modules, is_plain=is_plain)
+        (folder / CONFIG).write_text(json.dumps(settings, indent=1) + "\n")
         self._base.write(folder)
 
-    def _theirs(self, name: str) -> str:
-        return module_name(name, self._model.config.vision)
+    def _written(self) -> list[_Written]:
+        """List the modules that have adapters as transformers has them: some of whet's are one there."""
+        found: dict[str, _Written] = {}
+        for target, side in sides_of(self._model):
+            name, own = module_name(target.name, self._model.config)
+            found.setdefault(name, _Written(name, own, [])).places.append((target, side))
+        return list(found.values())
 
-    def _facts(
-        self, places: list[tuple[Target, Beside]], modules: list[str], *, is_plain: bool
-    ) -> dict[str, Any]:
+    def _joined(
+        self, one: _Written, weights: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return A, B and DoRA's lengths of a module of transformers.
+
+        Where whet keeps its parts apart, A has their rows one below the other, and B is block-diagonal: exactly their
+        changes. Parts without an adapter have rows of zeros.
+        """
+        found: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
+        for target, side in one.places:
+            own = prefix_of(target)
+            a, b = (weights[f"{own}.lora_{letter}"].detach().cpu() for letter in "AB")
+            if side.start is not None:
+                a, b = _with_start(target, a, b, side.start)
+            lengths = None if side.magnitude is None else weights[f"{own}.magnitude"].detach().cpu()
+            found[target.name] = a, b, lengths
+        if not one.parts:
+            return found[one.places[0][0].name]
+        for name in one.parts:
+            if name not in found:
+                (target,) = (target for target in targets_of(self._model) if target.name == name)
+                rows, columns = target.shape
+                matrix = target.matrices()[0].float().cpu()
+                found[name] = torch.empty(0, columns), torch.empty(rows, 0), matrix.norm(dim=1)
+        each = [found[name] for name in one.parts]
+        has_lengths = one.places[0][1].magnitude is not None
+        lengths = torch.cat([m for _, _, m in each if m is not None]) if has_lengths else None
+        return torch.cat([a for a, _, _ in each]), torch.block_diag(*(b for _, b, _ in each)), lengths
+
+    def _facts(self, written: list[_Written], modules: list[str], *, is_plain: bool) -> dict[str, Any]:
         """Return the content of adapter_config.json."""
-        target, side = places[0]
-        rank, is_doubled = rank_of(target, side), side.start is not None
-        growth = (math.sqrt(2) if self._rslora else 2) if is_doubled else 1
-        if is_plain and self._rslora:
-            growth *= math.sqrt(rank * (2 if is_doubled else 1))
-        alphas = {self._theirs(target.name): self._alphas[target.name] * growth for target, _ in places}
-        common = Counter(alphas.values()).most_common(1)[0][0]
-        experts = [self._theirs(target.name) for target, _ in places if target.is_expert]
+        target, side = written[0].places[0]
+        # vLLM and SGLang make room for the rank that the file names first, and take its scaling for all.
+        rank = max(one.rank for one in written)
+        alphas: dict[str, float] = {}
+        for one in written:
+            own, _ = one.places[0]
+            growth = one.rank / rank_of(*one.places[0])
+            if self._rslora:
+                growth = math.sqrt(growth) * (math.sqrt(one.rank) if is_plain else 1)
+            alphas[one.name] = self._alphas[own.name] * growth
+        common = Counter(alphas[one.name] for one in written if one.rank == rank).most_common(1)[0][0]
+        ranks = {one.name: one.rank for one in written if one.rank != rank}
+        dense = [one.name for one in written if not one.is_expert]
+        # Of a mixture peft takes matrices of these names for the experts' in files of transformers 4: as parameters,
+        # which DoRA does not know, it finds them.
+        is_mixture = self._model.config.block.experts is not None and side.magnitude is None
+        as_parameters = [name for name in dense if is_mixture and name.endswith(EXPERTS_BEFORE)]
+        parameters = [one.name for one in written if one.is_expert]
+        parameters += [f"{name}.weight" for name in as_parameters]
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self._base.name,
-            "r": rank * (2 if is_doubled else 1),
+            "r": rank,
             "lora_alpha": common,
-            "rank_pattern": {},
+            "rank_pattern": {re.escape(name): own for name, own in ranks.items()},
             "alpha_pattern": {re.escape(name): alpha for name, alpha in alphas.items() if alpha != common},
             "use_rslora": self._rslora and not is_plain,
             "use_dora": side.magnitude is not None,
-            "target_modules": [self._theirs(target.name) for target, _ in places if not target.is_expert],
-            "target_parameters": experts or None,
+            "target_modules": [name for name in dense if name not in as_parameters],
+            "target_parameters": parameters or None,
             "modules_to_save": modules or None,
             "fan_in_fan_out": isinstance(target.module, Conv1D),
             "bias": "none",
@@ -236,6 +317,7 @@ class Trained:
             UserError: If it is another adapter.
         """
         stored = read_adapter(folder)
+        stored.rename(self._model.config)
         places = {target.name: (target, side) for target, side in sides_of(self._model)}
         if stored.pairs.keys() != places.keys():
             differs = sorted(stored.pairs.keys() ^ places.keys())[0]

@@ -227,22 +227,6 @@ def _activation(c: Keys, default: str, key: str = "hidden_act") -> str:
     return name
 
 
-def module_name(name: str, vision: VisionConfig | None) -> str:
-    """Return what transformers calls a module or parameter of a model: adapters in peft's format have these names."""
-    pairs = [] if vision is None else [pair for pair in vision.renamed if pair[0].startswith("model.")]
-    found = ((here, theirs) for theirs, here in pairs if name.startswith(here) and theirs != here)
-    here, theirs = next(found, ("", ""))
-    return theirs + name.removeprefix(here)
-
-
-def own_name(name: str) -> str:
-    """Return what whet calls a module or parameter by `module_name`; other names are left as they are."""
-    pairs = {*QWEN_NAMES, *QWEN2_NAMES, *LLAVA_NAMES, *IDEFICS_NAMES} - {("model.", "model.")}
-    known = [pair for pair in pairs if pair[0].startswith("model.") and name.startswith(pair[0])]
-    theirs, here = max(known, key=lambda pair: len(pair[0]), default=("", ""))
-    return here + name.removeprefix(theirs)
-
-
 QWEN_OUTER = ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
 QWEN3_TOWER = {
     "depth": 27,
