@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import seeing
 import torch
+from go_templates import ollama_writes
 from needs import SHARED, needs, require
 from safetensors.torch import load_file, save_file
 
@@ -57,6 +59,9 @@ def make(config: ModelConfig = SHAPE, schema: str = "think_answer") -> Policy:
     model = build_model(config)
     init_weights(model, 0)
     return Policy(model.eval(), Tokenizer.bytes(), SCHEMAS[schema])
+
+
+quiet_peft = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +142,116 @@ def test_what_answers_otherwise_fails_with_status_1(
     assert any("KL" in line for line in report["failures"])
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+CHATML = (
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<s>You help.</s>{% endif %}"
+    "<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def chat_model(place: Path, template: str | None = CHATML, *, rows: int = SHAPE.vocab_size) -> Path:
+    """Write a chat model as a hub has it: nothing in it knows of whet."""
+    policy = make(replace(SHAPE, vocab_size=rows), schema="none")
+    policy.tokenizer = policy.tokenizer.with_template(template)
+    policy.save(place)
+    (place / "protocol.json").unlink()
+    return place
+
+
+@pytest.mark.parametrize(
+    "to", ["hf", pytest.param("gguf", marks=needs_gguf), pytest.param("ollama", marks=needs_gguf)]
+)
+def test_a_chat_model_leaves_with_the_template_that_it_had(to: str, tmp_path: Path) -> None:
+    source, out = chat_model(tmp_path / "model"), tmp_path / "out"
+    report = export(config(source, out, to, dtype="f32"))
+    assert report["verdict"] != "failed", report["failures"]
+    if to == "hf":
+        assert (out / "chat_template.jinja").read_text() == CHATML
+        return
+    import gguf as package
+
+    reader = package.GGUFReader(str(out / "model.gguf"))
+    assert reader.get_field("tokenizer.chat_template").contents() == CHATML
+    if to == "ollama":
+        read = ollama_reads((out / "Modelfile").read_text())
+        template, stops = dict(read)["TEMPLATE"], [value for name, value in read if name == "stop"]
+        assert "SYSTEM" not in dict(read)
+        assert stops == ["<eos>"]
+        talk = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"},
+        ]
+        for chat in (talk[:1], talk, [{"role": "system", "content": "Be brief."}, *talk]):
+            assert ollama_writes(template, chat) == Tokenizer.load(source).render(chat)
+
+
+@quiet_peft
+def test_a_run_on_chats_leaves_as_one_and_an_adapter_of_it(tmp_path: Path) -> None:
+    plain = load_policy(PolicyConfig(init=str(chat_model(tmp_path / "model"))), seed=0, plain=True)
+    plain.save(tmp_path / "run")  # as `whet sft own` on chats does: protocol.json names no schema
+    assert (tmp_path / "run/protocol.json").is_file()
+    export(config(tmp_path / "run", tmp_path / "out", "hf", dtype="f32"))
+    place = adapter(tmp_path / "lora", tmp_path / "run")
+    export(config(place, tmp_path / "peft", "adapter"))
+    for name in ("out", "peft"):
+        assert (tmp_path / name / "chat_template.jinja").read_text() == CHATML
+        assert json.loads((tmp_path / name / program.REPORT).read_text())["runtime"]["prompts_equal"] == 1.0
+
+
+def test_a_base_model_leaves_without_a_template(tmp_path: Path) -> None:
+    source = chat_model(tmp_path / "model", None)
+    assert not (source / "chat_template.jinja").exists()
+    report = export(config(source, tmp_path / "out", "hf", dtype="f32"))
+    assert report["verdict"] == "passed", report["failures"]
+    assert not (tmp_path / "out/chat_template.jinja").exists()
+    assert modelfile(make(), "m", 8, {}, has_template=False)[0].startswith(
+        'FROM ./m\nTEMPLATE """{{ .Prompt }}"""'
+    )
+
+
+def test_a_template_that_whet_would_change_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def own_schema(*arguments: Any, **options: Any) -> Policy:
+        return load_policy(*arguments, **options | {"plain": False})
+
+    monkeypatch.setattr(program, "load_policy", own_schema)
+    report = export(config(chat_model(tmp_path / "model"), tmp_path / "out", "hf", dtype="f32"))
+    assert report["verdict"] == "failed"
+    assert any("asks otherwise" in line for line in report["failures"])
+
+
+@quiet_peft
+def test_rows_without_a_token_are_left_out_or_fail(tmp_path: Path) -> None:
+    source = chat_model(tmp_path / "model", rows=SHAPE.vocab_size + 64)  # random: a fifth of the probability
+    report = export(config(source, tmp_path / "out", "hf", dtype="f32"))
+    assert report["verdict"] == "passed", report["failures"]
+    assert report["runtime"]["tokenless"] == 0.0
+    assert "64 rows of the vocabulary" in report["notes"][0]
+    table = load_file(tmp_path / "out/model.safetensors")["model.embed_tokens.weight"]
+    assert table.equal(
+        load_file(source / "model.safetensors")["model.embed_tokens.weight"][: SHAPE.vocab_size]
+    )
+    report = export(config(adapter(tmp_path / "lora", source), tmp_path / "peft", "adapter"))
+    assert report["verdict"] == "failed"
+    assert any("no token's have" in line for line in report["failures"])
+
+
+@quiet_peft
+def test_a_model_that_sees_leaves_whole_and_its_adapter(tmp_path: Path) -> None:
+    model = seeing.save_model(tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    name = "model.language_model.embed_tokens.weight"
+    tensors[name][json.loads((model / "config.json").read_text())["image_token_id"]] = (
+        0  # whet never draws it
+    )
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    lora = seeing.save_adapter(model, tmp_path / "lora")
+    for place, to in ((model, "hf"), (lora, "adapter"), (lora, "merged")):
+        own = config(place, tmp_path / to, to, dtype="f32")
+        report = export(replace(own, task="arithmetic"))
+        assert report["verdict"] == "passed", report["failures"]
+
+
+@quiet_peft
 def test_the_adapter_that_leaves_is_peft_s_and_a_merged_one_is_the_sum(folder: Path, tmp_path: Path) -> None:
     place = adapter(tmp_path / "lora", folder)
     report = export(config(place, tmp_path / "peft", "adapter"))
@@ -165,7 +279,7 @@ def test_mlx_answers_as_the_model(folder: Path, tmp_path: Path) -> None:
     assert report["greedy_equal"] == report["runtime"]["prompts_equal"] == 1.0
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+@quiet_peft
 def test_a_base_without_generation_config_stops_where_config_json_says(folder: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(folder, base)
@@ -226,11 +340,11 @@ def test_one_template_writes_the_whole_prompt(schema: str, place: str) -> None:
     talk += [{"role": "assistant", "content": "é"}, {"role": "user", "content": "b"}]
     assert whole.render(talk) == policy.chat_text(talk)
     go, notes = go_template(policy)
-    assert ("{{ range .Messages }}" in go) == (not notes)
-    if not notes:
-        prefix = policy.schema.generation_prefix
-        assert '{{ if eq .Role "user" }}<user>{{ .Content }}\n{{ end }}' in go
-        assert go.endswith(f"<assistant>{prefix}")
+    assert not notes
+    own = policy.schema.system_prompt
+    assert ollama_writes(go, talk, own) == policy.chat_text(talk)
+    told = [{"role": "system", "content": "Be brief."}, *talk]
+    assert ollama_writes(go, told, own) == policy.chat_text(told)
 
 
 def ollama_reads(text: str) -> list[tuple[str, str]]:
@@ -623,6 +737,7 @@ def test_failures_are_a_line_for_each_thing_that_is_not_the_same() -> None:
         ("kl", float("nan"), "KL nan nats"),  # not a number is not below anything
         ("top1_agreement", 0.8, "the same top token at 80.0%"),
         ("greedy_equal", 0.4, "equal greedy text on 40.0%"),
+        ("tokenless", 0.02, "rows that are no token's have 2.0% of the probability"),
         ("prompts_equal", 0.5, "the same prompt tokens on 50.0%"),
         ("stops_equal", 0.5, "it stops where we do on 50.0%"),
         ("stops_missing", ["<end>"], "it does not stop at '<end>'"),

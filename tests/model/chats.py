@@ -637,7 +637,106 @@ FEATURES = """\
 {{- tools | length if tools else 'no tools' -}}
 {%- if add_generation_prompt %}{{ '\\n\\nassistant:' }}{% endif -%}"""
 
+GEMMA1 = """\
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}{{- raise_exception('there is no system role') }}{%- endif %}
+{%- for m in messages %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}
+{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + m.content | trim }}
+{{- '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""
+
+MISTRAL1 = """\
+{{- bos_token }}
+{%- for m in messages %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('user and assistant alternate') }}{%- endif %}
+{%- if m.role == 'user' %}{{- '[INST] ' + m.content + ' [/INST]' }}
+{%- elif m.role == 'assistant' %}{{- m.content + eos_token + ' ' }}
+{%- else %}{{- raise_exception('only user and assistant') }}{%- endif %}
+{%- endfor %}"""
+
+MINISTRAL3 = """\
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}
+{{- '[SYSTEM_PROMPT]' + messages[0].content + '[/SYSTEM_PROMPT]' }}{%- set rest = messages[1:] %}
+{%- else %}{{- '[SYSTEM_PROMPT]You help.[/SYSTEM_PROMPT]' }}{%- set rest = messages %}{%- endif %}
+{%- if tools %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{%- for m in rest %}
+{%- if m.role == 'user' %}{{- '[INST]' + m.content + '[/INST]' }}
+{%- elif m.role == 'assistant' %}
+{{- m.content or '' }}
+{%- for call in m.tool_calls or [] %}
+{{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + (call.function.arguments | tojson) }}
+{%- endfor %}{{- eos_token }}
+{%- elif m.role == 'tool' %}{{- '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}
+{%- else %}{{- raise_exception('unknown role') }}{%- endif %}
+{%- endfor %}"""
+
+LFM2 = """\
+{{- bos_token }}
+{%- set system = messages[0].content if messages[0].role == 'system' else '' %}
+{%- set rest = messages[1:] if messages[0].role == 'system' else messages %}
+{%- if tools %}{%- set system = system + ('\\n' if system else '') + 'List of tools: ' + (tools | tojson) %}{%- endif %}
+{%- if system %}{{- '<|im_start|>system\\n' + system + '<|im_end|>\\n' }}{%- endif %}
+{%- set ns = namespace(reply=-1) %}
+{%- for m in rest %}{%- if m.role == 'assistant' %}{%- set ns.reply = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in rest %}
+{%- set content = m.content or '' %}
+{%- if m.role == 'assistant' and loop.index0 != ns.reply and '</think>' in content %}
+{%- set content = content.split('</think>')[-1] | trim %}{%- endif %}
+{{- '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+GLM45 = """\
+{{- '[gMASK]<sop>' }}
+{%- if tools %}{{- '<|system|>\\n# Tools\\n' }}{%- for t in tools %}{{- t | tojson + '\\n' }}{%- endfor %}{%- endif %}
+{%- set ns = namespace(asked=-1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.asked = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{- '<|user|>\\n' + m.content }}
+{{- '/nothink' if enable_thinking is defined and not enable_thinking }}
+{%- elif m.role == 'assistant' %}
+{%- set thought = (m.reasoning_content or '') if loop.index0 > ns.asked else '' %}
+{{- '<|assistant|>\\n<think>' + thought + '</think>' }}
+{%- if m.content %}{{- '\\n' + m.content.split('</think>')[-1] | trim }}{%- endif %}
+{%- for call in m.tool_calls or [] %}
+{{- '\\n<tool_call>' + call.function.name + '\\n' + (call.function.arguments | tojson) + '</tool_call>' }}
+{%- endfor %}
+{%- elif m.role == 'tool' %}{{- '<|observation|>\\n<tool_response>' + m.content + '</tool_response>' }}
+{%- elif m.role == 'system' %}{{- '<|system|>\\n' + m.content }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}
+{{- '\\n<think></think>' if enable_thinking is defined and not enable_thinking }}{%- endif %}"""
+
+OPENED = (
+    QWEN3.rpartition("{%- if enable_thinking")[0]
+    + """\
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}
+{%- else %}{{- '<think>\\n' }}{%- endif %}
+{%- endif %}"""
+)
+
+QWEN25 = (
+    """\
+{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{%- endif %}
+"""
+    + CHATML
+)
+
+TURNS = ("<start_of_turn>", "<end_of_turn>")
+GLM_CONTROL = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 OTHERS: dict[str, Shape] = {
+    "gemma 1": Shape(template=GEMMA1, control=TURNS, eos="<eos>", bos="<bos>", stops=TURNS[1:], spaces=True),
+    "mistral 7b": Shape(template=MISTRAL1, control=(), eos="</s>", bos="<s>", spaces=True),
+    "ministral 3": Shape(template=MINISTRAL3, control=("[INST]", "[/INST]"), eos="</s>", bos="<s>"),
+    "lfm2": Shape(template=LFM2, control=IM, eos="<|im_end|>", bos="<|startoftext|>"),
+    "glm4.5": Shape(
+        template=GLM45, control=GLM_CONTROL, eos="<|endoftext|>", stops=("<|user|>", "<|observation|>")
+    ),
+    "qwen3.5": Shape(template=OPENED, control=(*IM, "<|endoftext|>"), eos="<|im_end|>"),
+    "qwen2.5, own system": Shape(template=QWEN25, control=(*IM, "<|endoftext|>"), eos="<|im_end|>"),
     "olmo2": Shape(
         template=OLMO2, control=("<|user|>", "<|assistant|>"), eos="<|endoftext|>", bos="<|endoftext|>"
     ),

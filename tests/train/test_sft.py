@@ -212,6 +212,20 @@ def test_it_overfits_eight_rows(tiny_policy: PolicyConfig) -> None:
     assert losses[-1] < 0.05
 
 
+def test_rows_that_are_no_token_s_count_in_the_loss(tiny_policy: PolicyConfig) -> None:
+    """Other programs draw from all rows: cross-entropy over all of them, by PyTorch."""
+    policy = load_policy(tiny_policy, seed=0)
+    policy.model.num_valid_tokens -= 3  # as with a vocabulary of which the last rows are no token's
+    row = TrainingSequence(prompt_ids=(3, 4, 5), completion_ids=(6, 7, 8))
+    loss = train_step(policy, [row], OptimConfig())[0]
+    head = policy.model.head_weight
+    assert head.grad is not None
+    assert bool((head.grad[-3:] != 0).all(1).all())
+    logits = policy.model.logits(torch.tensor([[3, 4, 5, 6, 7]]))[0, 2:]
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor([6, 7, 8]))
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
 def test_only_the_completion_is_trained(tiny_policy: PolicyConfig) -> None:
     policy = load_policy(tiny_policy, seed=0)
     problem = Arithmetic().problems("train")[0]

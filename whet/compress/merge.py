@@ -110,10 +110,11 @@ def merge(config: MergeConfig) -> list[str]:
 
 def _merge_models(config: MergeConfig, out: Path) -> list[str]:
     """Add the merged task vectors of whole models to their base."""
-    base = load_policy(PolicyConfig(init=config.base, device="cpu"), seed=0, merge=True)
+    # Plain: a model without a protocol stays one.
+    base = load_policy(PolicyConfig(init=config.base, device="cpu"), seed=0, merge=True, plain=True)
     tuned = []
     for name in config.adapters:
-        loaded = load_policy(PolicyConfig(init=name, device="cpu"), seed=0, merge=True)
+        loaded = load_policy(PolicyConfig(init=name, device="cpu"), seed=0, merge=True, plain=True)
         if packed_parts(loaded.model) or packed_parts(base.model):
             raise UserError(
                 f"{name}: weights in few bits cannot be merged; give the models that they were made of"

@@ -116,6 +116,7 @@ def score_micro_batch(
     attention: AttentionKind = "exact",
     activations: Activations | None = None,
     hidden_MD: torch.Tensor | None = None,
+    all_rows: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score a micro-batch's trained tokens.
 
@@ -127,6 +128,7 @@ def score_micro_batch(
         attention: Attention kernel; 'exact' equals the sampler's.
         activations: The sampler's activations of these tokens, if kept.
         hidden_MD: Result of `hidden_rows`, where it is there already.
+        all_rows: Count rows of the head that are no token's among the possible ones, as other programs do.
 
     Returns:
         Log-probabilities [M] and entropies [M] in nats, over what the sampler's filters left; differentiable unless
@@ -145,7 +147,7 @@ def score_micro_batch(
             model.head_weight,
             targets_M,
             temperature=temperature,
-            num_valid=model.num_valid_tokens,
+            num_valid=None if all_rows else model.num_valid_tokens,
             cap=model.config.block.logit_cap,
             kept=kept,
         )

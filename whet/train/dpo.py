@@ -142,7 +142,7 @@ def side_values(policy: Policy, micro: MicroBatch) -> dict[int, torch.Tensor]:
             routing=policy.routing(micro),
         ).double()
         return dict(zip(micro.indices_B, scores_B.unbind(), strict=True))
-    logprobs_M, _ = policy.score(micro, attention=FIT_ATTENTION)
+    logprobs_M, _ = policy.score(micro, attention=FIT_ATTENTION, all_rows=True)
     parts = logprobs_M.double().split(torch.bincount(micro.sequence_M).tolist())
     return {side: part.sum() for side, part in zip(micro.indices_B, parts, strict=True)}
 

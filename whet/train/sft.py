@@ -241,7 +241,7 @@ def train_step(
 
     def score(micro: MicroBatch) -> tuple[torch.Tensor, dict[str, float]]:
         hidden_MD = policy.hidden(micro, attention=FIT_ATTENTION)
-        logprobs_M, _ = policy.score(micro, hidden_MD=hidden_MD)
+        logprobs_M, _ = policy.score(micro, hidden_MD=hidden_MD, all_rows=True)
         loss = weighted_sum(-logprobs_M, micro.weights_M, num_trained_tokens)
         if not allowed_coef or micro.allowed is None:
             return loss, {}
@@ -251,7 +251,7 @@ def train_step(
         if micro.split is None:  # ranks that share it compute all tokens
             part = replace(micro, targets_M=micro.targets_M[ruled_R], kept=kept_of(micro.allowed, found_R))
             hidden_MD = hidden_MD[ruled_R]
-        among, _ = policy.score(part, hidden_MD=hidden_MD)
+        among, _ = policy.score(part, hidden_MD=hidden_MD, all_rows=True)
         among_R = among if micro.split is None else among[ruled_R]
         outside = (among_R - logprobs_M[ruled_R]).sum()
         found = {"outside": float(outside.detach()), "ruled": float(len(ruled_R))}
@@ -290,7 +290,7 @@ def validation_loss(policy: Policy, problems: Sequence[Problem], config: OptimCo
     total = 0.0
     with torch.no_grad():
         for micro in batch.micro_batches:
-            logprobs_M, _ = policy.score(micro, attention=FIT_ATTENTION)
+            logprobs_M, _ = policy.score(micro, attention=FIT_ATTENTION, all_rows=True)
             total -= float(logprobs_M.double().sum())
     total, count = all_reduce_sum(total, batch.num_trained_tokens)
     return total / max(count, 1.0)

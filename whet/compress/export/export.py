@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 
 from whet import processes
@@ -25,10 +26,12 @@ from whet.compress.export.vocabulary import express
 from whet.config import from_dict, read_yaml
 from whet.eval.evaluate import take_problems
 from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.model.files import read_json
 from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter
 from whet.model.lora.files import BASE, find_model
 from whet.model.quant import dequantize, packed_parts
-from whet.model.weights import load_model
+from whet.model.text.tokenizer import Tokenizer
+from whet.model.weights import load_model, without_rows
 from whet.storage.commit import new_folder
 from whet.tasks.base import TaskConfig, load_task
 from whet.types import UserError
@@ -36,7 +39,7 @@ from whet.types import UserError
 Kind = Literal["hf", "merged", "adapter", "gguf", "ollama", "mlx"]
 Type = Literal["auto", "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_k_s", "q3_k_m", "q2_k"]
 NO_MODEL = "MODEL"
-REPORT = "export_report.json"
+REPORT, PROTOCOL = "export_report.json", "protocol.json"
 TORCH_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 K_TYPES = {"q2_k": 10, "q3_k_m": 12, "q4_k_s": 14, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
 """llama.cpp's numbers of the types that its own quantiser writes (LLAMA_FTYPE_MOSTLY_...)."""
@@ -141,7 +144,8 @@ def export(config: ExportConfig) -> dict[str, Any]:
     out = Path(config.out)
     if out.exists():
         raise UserError(f"{out}: exists already; name another folder with --out")
-    policy = load_policy(config.policy, seed=0, merge=False)
+    # Plain: a model without a protocol of whet's leaves as its own template asks it.
+    policy = load_policy(config.policy, seed=0, merge=False, plain=True)
     adapter = policy.adapter
     if config.to == "merged" and adapter is None:
         raise UserError(
@@ -153,7 +157,8 @@ def export(config: ExportConfig) -> dict[str, Any]:
         gguf.import_gguf()
         gguf.architecture(policy.model.config)
     chats = prompts(config, policy)
-    reference = parity.take(policy, chats, config.max_new_tokens)
+    source = own_tokenizer(config.policy, policy.tokenizer.date)
+    reference = parity.take(policy, chats, config.max_new_tokens, source)
     importance = _importance(config, policy)
     lost: dict[str, float] = {}
     if config.to != "adapter":
@@ -162,11 +167,27 @@ def export(config: ExportConfig) -> dict[str, Any]:
         dequantize(policy.model, torch.float32)
         if adapter is not None:
             lost = merge(policy, adapter, TORCH_TYPES.get(config.type))
+    notes: list[str] = []
+    if config.to in ("hf", "merged", "mlx") and (mass := _tokenless(reference, policy)) > parity.TOKENLESS:
+        num_rows = policy.tokenizer.vocab_size
+        left = policy.model.config.vocab_size - num_rows
+        policy.model = without_rows(policy.model, num_rows)
+        notes.append(
+            f"{left:,} rows of the vocabulary that are no token's are left out: they had {mass:.1%} of the "
+            "probability, and other programs would draw them"
+        )
     with new_folder(out) as folder:
         report = _written(config, policy, reference, importance, folder)
+        report["notes"] = [*notes, *report["notes"]]
         report |= {"adapter": "" if adapter is None else str(adapter.folder), "cast": lost}
         (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report
+
+
+def _tokenless(reference: parity.Reference, policy: Policy) -> float:
+    """Return the mean probability of rows that are no token's where all rows count, as in other programs."""
+    masses = [parity.mass_beyond(logits, policy.tokenizer.vocab_size) for logits in reference.logits]
+    return float(np.concatenate(masses).mean())
 
 
 NUM_CALIBRATION = 64
@@ -264,6 +285,30 @@ def merge(policy: Policy, adapter: Adapter, dtype: torch.dtype | None) -> dict[s
     }
 
 
+def own_tokenizer(config: PolicyConfig, date: str) -> Tokenizer | None:
+    """Return the tokenizer of a model's own files, with their chat template; None where it is asked otherwise.
+
+    It is asked otherwise where protocol.json names a schema, as of a run that trained on a task, or the config says so.
+
+    Args:
+        config: The model.
+        date: Today for the template, as YYYY-MM-DD.
+    """
+    default = PolicyConfig(init=config.init)
+    names = ("tokenizer", "tags_as_tokens", "schema", "template", "tools", "template_values", "system_prompt")
+    if any(getattr(config, name) != getattr(default, name) for name in names):
+        return None
+    base, adapter = find_model(config.init, config.adapter)
+    homes = [base] if adapter is None else [adapter.folder, base]
+    stored = next((home / PROTOCOL for home in homes if (home / PROTOCOL).is_file()), None)
+    facts = {} if stored is None else read_json(stored)
+    if facts.get("schema") is not None or facts.get("template_values"):
+        return None
+    found = Tokenizer.load(next((home for home in homes if (home / "tokenizer.json").is_file()), base))
+    prompt_bos = None if stored is None else bool(facts.get("prompt_bos", True))
+    return found.with_template(found.chat_template, date=date, prompt_bos=prompt_bos)
+
+
 def _written(
     config: ExportConfig,
     policy: Policy,
@@ -272,19 +317,19 @@ def _written(
     out: Path,
 ) -> dict[str, Any]:
     """Write the artefact, and compare it with the reference."""
-    template, notes = whole_template(policy), []
+    template, notes = whole_template(policy) if reference.has_template else "", []
     kind = config.type
     base, dtype, runtime, artefact = "", "float32", "transformers", out
     if config.to in ("gguf", "ollama"):
         runtime, artefact = "llama.cpp", out / "model.gguf"
         notes += _write_gguf(config, policy, artefact, template, importance)
         if config.to == "ollama":
-            notes += _write_modelfile(policy, out)
+            notes += _write_modelfile(policy, out, has_template=reference.has_template)
     elif config.to == "adapter":
         runtime, base = "peft", _write_adapter(config, policy, out, template)
     else:
         policy.save(out, dtype=TORCH_TYPES[kind])
-        (out / "chat_template.jinja").write_text(template, encoding="utf-8")
+        _write_template(out, template)
         dtype, runtime = str(TORCH_TYPES[kind]).removeprefix("torch."), "transformers"
         if config.to == "mlx":
             runtime = "mlx"
@@ -424,13 +469,14 @@ def _listen() -> tuple[list[str], Any]:
     return said, listener
 
 
-def _write_modelfile(policy: Policy, out: Path) -> list[str]:
+def _write_modelfile(policy: Policy, out: Path, *, has_template: bool) -> list[str]:
     given = policy.model.sampling_defaults
     sampling = {
         name: float(given[name]) for name in ("temperature", "top_p", "top_k", "min_p") if name in given
     }
+    context = gguf.context_length(policy.model.config)
     text, notes = modelfile(
-        policy, "model.gguf", gguf.context_length(policy.model.config), {"temperature": 1.0} | sampling
+        policy, "model.gguf", context, {"temperature": 1.0} | sampling, has_template=has_template
     )
     (out / "Modelfile").write_text(text, encoding="utf-8")
     return notes
@@ -451,8 +497,14 @@ def _write_adapter(config: ExportConfig, policy: Policy, out: Path, template: st
         }
         (out / BASE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     policy.save_protocol(out)
-    (out / "chat_template.jinja").write_text(template, encoding="utf-8")
+    _write_template(out, template)
     return base
+
+
+def _write_template(out: Path, template: str) -> None:
+    """Write the chat template for other programs; '' for none."""
+    path = out / "chat_template.jinja"
+    path.write_text(template, encoding="utf-8") if template else path.unlink(missing_ok=True)
 
 
 def _base(config: ExportConfig) -> Path:
@@ -464,7 +516,7 @@ def _read_again(config: ExportConfig, policy: Policy, artefact: Path) -> Policy:
     """Return the policy with the weights that were stored."""
     if config.to == "adapter":
         settings = replace(config.policy, init=str(_base(config)), adapter=str(artefact))
-        return load_policy(settings, seed=0, merge=False)
+        return load_policy(settings, seed=0, merge=False, plain=True)
     if config.to in ("gguf", "ollama"):
         model = copy.deepcopy(policy.model)
         model.load_state_dict(gguf.read_back(artefact, model), strict=True, assign=True)

@@ -21,6 +21,7 @@ from whet.generate.policy import Policy
 from whet.generate.rows import Request
 from whet.generate.sampling import SamplingParams
 from whet.install import install_command
+from whet.model.text.tokenizer import Tokenizer
 from whet.types import UserError
 
 Chat = list[dict[str, str]]
@@ -52,6 +53,8 @@ LOOSE = Thresholds(kl=0.5, top1=0.7, greedy=0.0)
 """Of 4 and 5 bits: they change the text, and the report says how much."""
 
 
+TOKENLESS = 1e-2
+"""Largest mean probability of rows that are no token's, which other programs may draw."""
 NEAR_TIE = 0.1
 """Nats between two tokens that count as nearly equally likely: where texts part there, rounding alone decides."""
 
@@ -66,6 +69,7 @@ class Reference:
         said: Our greedy completion of each, with its stop token.
         logits: Our logits [tokens of the completion, V] for each.
         max_new_tokens: Longest completion.
+        has_template: Whether prompts are conversations through a chat template, which the artefact must have, too.
     """
 
     prompts: list[tuple[int, ...]]
@@ -73,20 +77,29 @@ class Reference:
     said: list[tuple[int, ...]]
     logits: list[np.ndarray]
     max_new_tokens: int
+    has_template: bool = True
 
 
-def take(policy: Policy, chats: Sequence[Chat], max_new_tokens: int) -> Reference:
+def take(
+    policy: Policy, chats: Sequence[Chat], max_new_tokens: int, source: Tokenizer | None = None
+) -> Reference:
     """Answer the prompts with our engine.
 
     Args:
         policy: The policy, as it was trained: an adapter is applied, not merged.
         chats: The prompts.
         max_new_tokens: Longest completion.
+        source: Tokenizer of the model's own files, where nothing says that it is asked otherwise than by the chat
+            template in them: prompts are written by that one. None: they are the policy's.
     """
-    prompts = [policy.chat_ids(chat) for chat in chats]
+    has_template = source is None or source.chat_template is not None
+    if source is not None and has_template:
+        prompts = [tuple(source.encode_prompt(chat)) for chat in chats]
+    else:
+        prompts = [policy.chat_ids(chat) for chat in chats]
     said = greedy(policy, prompts, max_new_tokens)
     logits = [next_logits(policy, ids, completion) for ids, completion in zip(prompts, said, strict=True)]
-    return Reference(prompts, list(chats), said, logits, max_new_tokens)
+    return Reference(prompts, list(chats), said, logits, max_new_tokens, has_template)
 
 
 def greedy(policy: Policy, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> list[tuple[int, ...]]:
@@ -117,10 +130,12 @@ def differences(
     Returns:
         Among others `greedy_equal`, the share of equal texts; `greedy_equal_to_ties`, those counted in whose first
         difference is between tokens that we find nearly equally likely; `first_gaps`, by how many nats we prefer our
-        token there, for each text that differs, None where one text only ends.
+        token there, for each text that differs, None where one text only ends; `tokenless`, the mean probability that
+        the other side gives to rows that are no token's.
     """
-    kls, agree, largest = [], [], 0.0
+    kls, agree, largest, tokenless = [], [], 0.0, []
     for ours, theirs in zip(reference.logits, logits, strict=True):
+        tokenless.append(mass_beyond(theirs, num_valid))
         ours, theirs = (side[:, :num_valid].astype(np.float64) for side in (ours, theirs))
         p, q = _log_softmax(ours), _log_softmax(theirs)
         kls.append((np.exp(p) * (p - q)).sum(-1))
@@ -143,8 +158,16 @@ def differences(
         "num_greedy_equal": sum(equal),
         "greedy_equal_to_ties": (sum(equal) + num_ties) / len(equal),
         "first_gaps": [round(gap, 4) if math.isfinite(gap) else None for gap in sorted(gaps)],
+        "tokenless": float(np.concatenate(tokenless).mean()),
         "num_positions": len(kl),
     }
+
+
+def mass_beyond(logits: np.ndarray, num_valid: int) -> np.ndarray:
+    """Return the probability [rows] of ids at and above `num_valid`."""
+    if logits.shape[1] <= num_valid:
+        return np.zeros(len(logits))
+    return np.exp(_log_softmax(logits.astype(np.float64))[:, num_valid:]).sum(-1)
 
 
 def _first_gap(logits: np.ndarray, ours: Sequence[int], theirs: Sequence[int]) -> float:
@@ -209,6 +232,7 @@ def ask(
         "context": context,
         "max_new_tokens": reference.max_new_tokens,
         "stop_strings": policy.stop_strings,
+        "has_template": reference.has_template,
         "prompts": [{"ids": ids, "messages": chat, "said": said} for ids, chat, said in pairs],
     }
     with tempfile.TemporaryDirectory(prefix="whet-export-") as name:
@@ -252,6 +276,11 @@ def failures(found: Mapping[str, Any], limits: Thresholds) -> list[str]:
         lines.append(f"the same top token at {found['top1_agreement']:.1%}: expected {limits.top1:.1%}")
     if found["greedy_equal"] < limits.greedy:
         lines.append(f"equal greedy text on {found['greedy_equal']:.1%}: expected {limits.greedy:.0%}")
+    if found.get("tokenless", 0.0) > TOKENLESS:
+        lines.append(
+            f"rows that are no token's have {found['tokenless']:.1%} of the probability, and other programs draw them: "
+            f"expected at most {TOKENLESS:.0%}; train longer, or export with --to hf, which then leaves them out"
+        )
     if found.get("prompts_equal", 1.0) < 1.0:
         share = found["prompts_equal"]
         lines.append(f"the same prompt tokens on {share:.1%}: its template or tokenizer asks otherwise")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 
 from whet.generate.policy import Policy
+from whet.model.text.chat import in_user_turn
 from whet.types import UserError
 
 BOS = "{{ bos_token }}"
@@ -26,13 +28,19 @@ def whole_template(policy: Policy) -> str:
             f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
         )
     if schema.instruction_in == "user" and schema.request:
-        lines.append(_asking(schema.request))
-    if policy.system_prompt and schema.system_prompt:
-        own = f"{{'role': 'system', 'content': {_literal(schema.system_prompt)}}}"
-        lines.append(
-            "{%- if not messages or messages[0]['role'] != 'system' %}"
-            f"{{%- set messages = [{own}] + messages %}}{{%- endif %}}"
-        )
+        lines.append(_asking(after=chr(10) + schema.request))
+    if own := _own_system(policy):
+        if tokenizer.system_role == "written":
+            message = f"{{'role': 'system', 'content': {_literal(own)}}}"
+            lines.append(
+                "{%- if not messages or messages[0]['role'] != 'system' %}"
+                f"{{%- set messages = [{message}] + messages %}}{{%- endif %}}"
+            )
+        else:
+            lines.append(
+                "{%- if not messages or messages[0]['role'] != 'system' %}"
+                f"{_asking(before=own + 2 * chr(10))}{{%- endif %}}"
+            )
     start = BOS if tokenizer.prompt_bos and BOS not in source else ""
     bare = tokenizer.render([{"role": "user", "content": U}])
     asked = policy.chat_text([{"role": "user", "content": U}])
@@ -48,19 +56,28 @@ def _literal(value: bool | str) -> str:
     return json.dumps(value)
 
 
-def _asking(request: str) -> str:
-    """Return the Jinja that appends an instruction to the first user message."""
+def _own_system(policy: Policy) -> str:
+    """Return the schema's system message, if prompts have it."""
+    return policy.schema.system_prompt if policy.system_prompt else ""
+
+
+def _asking(*, before: str = "", after: str = "") -> str:
+    """Return the Jinja that puts text around the first user message's own."""
+    around = [f"{_literal(before)} + "] * bool(before), [f" + {_literal(after)}"] * bool(after)
+    content = "".join([*around[0], "message['content']", *around[1]])
     return (
         "{%- set asked = namespace(messages=[], is_done=false) %}{%- for message in messages %}"
-        "{%- if message['role'] == 'user' and not asked.is_done %}{%- set asked.is_done = true %}"
-        "{%- set asked.messages = asked.messages + [{'role': 'user', 'content': message['content'] + "
-        f"{_literal(chr(10) + request)}}}] %}}"
+        "{%- if message['role'] == 'user' and message['content'] is string and not asked.is_done %}"
+        "{%- set asked.is_done = true %}"
+        f"{{%- set asked.messages = asked.messages + [{{'role': 'user', 'content': {content}}}] %}}"
         "{%- else %}{%- set asked.messages = asked.messages + [message] %}{%- endif %}{%- endfor %}"
         "{%- set messages = asked.messages %}"
     )
 
 
-def modelfile(policy: Policy, gguf: str, context: int, sampling: dict[str, float]) -> tuple[str, list[str]]:
+def modelfile(
+    policy: Policy, gguf: str, context: int, sampling: dict[str, float], *, has_template: bool = True
+) -> tuple[str, list[str]]:
     """Write Ollama's Modelfile: its template in Go, stops, parameters.
 
     Args:
@@ -68,17 +85,18 @@ def modelfile(policy: Policy, gguf: str, context: int, sampling: dict[str, float
         gguf: Name of the GGUF file beside it.
         context: Longest sequence in tokens.
         sampling: Sampling parameters, such as temperature.
+        has_template: False for a model that continues texts as they are.
 
     Returns:
         The text, and notes on what Ollama does otherwise.
     """
-    template, notes = go_template(policy)
-    tokenizer, schema = policy.tokenizer, policy.schema
+    template, notes = go_template(policy) if has_template else ("{{ .Prompt }}", [])
+    tokenizer = policy.tokenizer
     stops = [*policy.stop_strings, *(tokenizer.token_text(index) for index in policy.stop_ids)]
     lines = [f"FROM ./{gguf}", f"TEMPLATE {QUOTES}{template}{QUOTES}"]
     texts = [("PARAMETER stop", stop) for stop in stops]
-    if policy.system_prompt and schema.system_prompt:
-        texts.insert(0, ("SYSTEM", schema.system_prompt))
+    if own := _own_system(policy):
+        texts.insert(0, ("SYSTEM", own))
     for name, text in texts:
         if QUOTES in text:
             notes = [*notes, f"a Modelfile cannot hold three quotes: set this yourself: {name} {text[:40]!r}"]
@@ -102,41 +120,91 @@ def go_template(policy: Policy) -> tuple[str, list[str]]:
     """Express the prompt in Go's templates, from what the chat template writes around each message.
 
     Returns:
-        A template of whole conversations where messages are written one after the other; else one of a single
-        question. And notes.
+        A template of whole conversations; where the chat template rewrites messages when others follow, one of a single
+        question. And notes on what Ollama does otherwise.
     """
-    tokenizer = policy.tokenizer
-    has_system = bool(policy.system_prompt and policy.schema.system_prompt)
-    talk = [{"role": "system", "content": S}] * has_system
-    talk += [
-        {"role": "user", "content": U},
-        {"role": "assistant", "content": A},
-        {"role": "user", "content": U},
-    ]
-    request = policy.schema.instruction_in == "user" and policy.schema.request
+    notes = _lost(policy)
     try:
-        steps = [_text(policy, talk[: end + 1], cue=False) for end in range(len(talk))]
-        parts = [steps[0], *(_added(before, after) for before, after in zip(steps, steps[1:], strict=False))]
-        cue = _added(steps[-1], _text(policy, talk, cue=True))
-        by_role: dict[str, set[str]] = {}
-        for message, part in zip(talk, parts, strict=True):
-            by_role.setdefault(message["role"], set()).add(part)
-        if request or any(len(found) > 1 for found in by_role.values()):
-            raise UserError("messages are not all written alike")
-        words = {"system": S, "user": U, "assistant": A}
-        rows = [
-            f'{{{{ if eq .Role "{role}" }}}}{_go_text(found.pop()).replace(words[role], "{{ .Content }}")}{{{{ end }}}}'
-            for role, found in by_role.items()
-        ]
-        return "{{ range .Messages }}" + "".join(rows) + "{{ end }}" + _go_text(cue), []
+        return _conversation(policy), notes
     except UserError:
+        own = _own_system(policy)
         asked = _without_bos(policy, policy.chat_text([{"role": "user", "content": U}]))
-        said = policy.schema.system_prompt if has_system else ""
-        if said and said in asked:
-            asked = asked.replace(said, S, 1)
+        if own and own in asked:
+            asked = asked.replace(own, S, 1)
         note = "the Modelfile's template writes the last question alone: Ollama's cannot express the conversation"
         asked = _go_text(asked).replace(S, "{{ .System }}")
-        return asked.replace(U, "{{ .Prompt }}"), [note] if tokenizer.chat_template else []
+        return asked.replace(U, "{{ .Prompt }}"), [note, *notes]
+
+
+def _conversation(policy: Policy) -> str:
+    """Return a Go template of whole conversations; UserError where the chat template does not write them in order."""
+    user, reply = {"role": "user", "content": U}, {"role": "assistant", "content": A}
+    talk, system = [user, reply, user], {"role": "system", "content": S}
+    steps = [_text(policy, talk[: end + 1], cue=False) for end in range(3)]
+    first, said, later = steps[0], _added(steps[0], steps[1]), _added(steps[1], steps[2])
+    cue = _go_text(_added(steps[2], _text(policy, talk, cue=True)))
+    role = policy.tokenizer.system_role
+    own = _own_system(policy)
+    led = first  # what a conversation with a system message begins with, up to the first question's end
+    if role == "written" or own or role == "refused":
+        asked = [system, user] if role == "written" else in_user_turn([system, user])
+        led = _text(policy, asked, cue=False)
+        whole = _text(policy, [*asked, *talk[1:]], cue=False)
+        if whole != led + said + later:
+            raise UserError("a system message changes later ones")
+    replied = _go_part("assistant", said, A)
+    if led.endswith(later) and first.endswith(later) and led.count(S) <= 1:
+        before, default = led.removesuffix(later), first.removesuffix(later)
+        lines = _go_part("system", before, S) if S in before else ""
+        # With an instruction of its own the Modelfile has a system message, so that there always is one.
+        opening = f"{{{{ if not .System }}}}{_go_text(default)}{{{{ end }}}}" if default and not own else ""
+        if not lines:
+            opening = _go_text(default)
+        return f"{opening}{{{{ range .Messages }}}}{lines}{_go_part('user', later, U)}{replied}{{{{ end }}}}{cue}"
+    opened = _go_text(first).replace(U, "{{ .Content }}")
+    if S in led:
+        told = _go_text(led).replace(S, "{{ $.System }}").replace(U, "{{ .Content }}")
+        opened = f"{{{{ if $.System }}}}{told}{{{{ else }}}}{opened}{{{{ end }}}}"
+    following = _go_text(later).replace(U, "{{ .Content }}")
+    asking = f"{{{{ if $first }}}}{{{{ $first = false }}}}{opened}{{{{ else }}}}{following}{{{{ end }}}}"
+    return (
+        "{{ $first := true }}{{ range .Messages }}"
+        f'{{{{ if eq .Role "user" }}}}{asking}{{{{ end }}}}{replied}{{{{ end }}}}{cue}'
+    )
+
+
+def _go_part(role: str, text: str, word: str) -> str:
+    """Return what is written of one message of a role."""
+    return f'{{{{ if eq .Role "{role}" }}}}{_go_text(text).replace(word, "{{ .Content }}")}{{{{ end }}}}'
+
+
+def _lost(policy: Policy) -> list[str]:
+    """Name what Ollama's template leaves out of what the chat template does."""
+    tokenizer, found = policy.tokenizer, []
+    source = tokenizer.chat_template or ""
+    if re.search(r"\btools\b", source) or tokenizer.named_templates:
+        found.append("the Modelfile's template has no tools: Ollama answers without them")
+    spaced = [{"role": "user", "content": f" {U} "}]
+    if f" {U} " not in tokenizer.render(spaced):
+        found.append("the chat template trims messages, which Ollama's cannot")
+    thought = f"<think>\n{S}\n</think>\n\n{A}"
+    talk = [
+        {"role": role, "content": text} for role, text in (("user", U), ("assistant", thought), ("user", U))
+    ]
+    try:
+        if S not in tokenizer.render(talk):
+            found.append(
+                "the chat template drops the thinking of earlier replies, which Ollama's keeps if it is sent"
+            )
+    except UserError:
+        pass  # it takes no such conversation
+    if "strftime_now" in source:
+        found.append(f"the Modelfile's template has the date of today ({tokenizer.date})")
+    if tokenizer.system_role == "refused":
+        found.append(
+            "the chat template refuses system messages: Ollama's writes them before the first question"
+        )
+    return found
 
 
 def _text(policy: Policy, messages: Sequence[dict[str, str]], *, cue: bool) -> str:

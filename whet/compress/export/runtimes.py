@@ -129,9 +129,10 @@ class Transformers:
         transformers.logging.set_verbosity_error()
         self._torch, self.version = torch, f"transformers {transformers.__version__}"
         self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path)
-        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            base or path, dtype=getattr(torch, dtype)
-        )
+        config = transformers.AutoConfig.from_pretrained(base or path)
+        sees = type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        kind: Any = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+        self._model: Any = kind.from_pretrained(base or path, dtype=getattr(torch, dtype))
         if base:
             import peft
 
@@ -223,7 +224,8 @@ def answer(folder: Path) -> None:
         ids, said = prompt["ids"], prompt["said"]
         np.save(folder / f"{number}.npy", runtime.logits([*ids, *said], len(ids)))
         greedy = runtime.greedy(ids, request["max_new_tokens"], request["stop_strings"])
-        rows.append({"rendered": runtime.render(prompt["messages"]), "greedy": greedy})
+        rendered = runtime.render(prompt["messages"]) if request["has_template"] else ids
+        rows.append({"rendered": rendered, "greedy": greedy})
     found = {"version": runtime.version, "stop_ids": runtime.stop_ids, "rows": rows}
     (folder / ANSWER).write_text(json.dumps(found), encoding="utf-8")
 

@@ -119,7 +119,9 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
     Raises:
         UserError: If the model is quantised already, the task does not fit it, or the budget is too small.
     """
-    policy = load_policy(config.policy, seed=config.seed, merge=True)
+    # Plain: a model without a protocol stays one.
+    stored = load_policy(config.policy, seed=config.seed, merge=True, plain=True)
+    policy = stored.for_tasks()
     model, task = policy.model, load_task(config.task)
     if packed_parts(model):
         raise UserError(f"{config.policy.init}: quantised already; quantise the model that it was made of")
@@ -172,7 +174,7 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
             advance(1)
     chosen = next(point for point in table if point.name == "selected")
     study.apply(choice)
-    _save(policy, folder, config, fixed + total(choice), chosen.divergence.kl)
+    _save(stored, folder, config, fixed + total(choice), chosen.divergence.kl)
     content: dict[str, Any] = {
         "model": config.policy.init,
         "task": task.name,
