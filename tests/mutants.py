@@ -923,12 +923,12 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("denominator", "self._config.max_grad_norm / (norm + 1e-6)", "self._config.max_grad_norm"),
         (
             "mask",
-            "decay = config.weight_decay if parameter.dim() >= 2 else 0.0",
+            "decay = config.weight_decay if is_matrix(*self._named[index]) else 0.0",
             "decay = config.weight_decay",
         ),
         (
             "mask",
-            "weight_decay=self._config.weight_decay if is_matrix else 0.0",
+            "weight_decay=self._config.weight_decay if decays else 0.0",
             "weight_decay=self._config.weight_decay",
         ),
         (
@@ -1380,7 +1380,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("factor", "            temperature=temperature,", ""),
         (
             "mask",
-            "num_valid=model.num_valid_tokens",
+            "num_valid=None if all_rows else model.num_valid_tokens",
             "num_valid=None",
             (
                 "tests/generate/test_policy.py::test_padding_of_random_weights_is_never_sampled",

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from chats import CHAT, OTHERS, SHAPES, THOUGHT, TOOLS, said
+from needs import needs
 from safetensors import safe_open
 from test_public_templates import WEATHER
 
@@ -30,7 +31,7 @@ from whet.model.lora.trained import Base, Trained
 from whet.model.transformer import LanguageModel
 from whet.model.weights import build_model, load_model, module_name, own_names
 
-peft = pytest.importorskip("peft", reason="needs the peft library: pip install peft")
+needs_peft = needs("peft")
 
 TEMPLATES = {
     "llama": "llama3.1",
@@ -197,7 +198,10 @@ def with_adapters(model: Any) -> set[str]:
     return {name for name, module in model.named_modules() if len(getattr(module, "lora_A", ()))}
 
 
+@needs_peft
 def test_peft_has_every_module_that_we_trained(made: Made, tmp_path: Path) -> None:
+    import peft
+
     model, _ = load_model(made.folder)
     experts = ("experts.gate_up_proj", "experts.down_proj") if model.config.block.experts else ()
     settings = LoRAConfig(rank=3, alpha=5.0, targets=("all-linear", *experts))
@@ -233,7 +237,10 @@ def test_peft_has_every_module_that_we_trained(made: Made, tmp_path: Path) -> No
         assert torch.equal(ours, own), name
 
 
+@needs_peft
 def test_we_have_every_module_that_peft_trained(made: Made, tmp_path: Path) -> None:
+    import peft
+
     generator = torch.Generator().manual_seed(5)
     theirs = peft.get_peft_model(
         made.model, peft.LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=5, target_modules="all-linear")
