@@ -140,15 +140,12 @@ def long(length: int, counts: Sequence[int], repeats: int) -> None:
     for ranks in counts:
         with tempfile.TemporaryDirectory() as folder:
             pipes = [spawn.Pipe(duplex=False) for _ in range(ranks)]
-            processes = [
+            group = [
                 spawn.Process(target=_be_rank, args=(n, ranks, folder, length, repeats, pipes[n][1]))
                 for n in range(ranks)
             ]
-            for process in processes:
-                process.start()
-            found = [pipe.recv() for pipe, _ in pipes]
-            for process in processes:
-                process.join()
+            with processes.started(group):
+                found = [pipe.recv() for pipe, _ in pipes]
         seconds = sorted(max(column) for column in zip(*(times for times, _ in found), strict=True))
         most = max(peak for _, peak in found)
         print(

@@ -365,10 +365,8 @@ def start(world: int, folder: Path, jobs: Sequence[tuple[str, str, str]]) -> Non
     """Run programs on some ranks; SystemExit where one fails."""
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=_be_rank, args=(n, world, str(folder), jobs)) for n in range(world)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
+    with processes.started(ranks):
+        pass
     if any(process.exitcode for process in ranks):
         raise SystemExit(f"ranks ended with {[process.exitcode for process in ranks]}")
 

@@ -146,11 +146,8 @@ def start(options: argparse.Namespace, layouts: list[str], folder: Path, *, time
         context.Process(target=work, args=(number, *arguments), kwargs={"timed": timed})
         for number in range(options.ranks)
     ]
-    with mock.patch.dict(os.environ, {} if timed else {"WHET_KERNELS": "eager"}):
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
+    with mock.patch.dict(os.environ, {} if timed else {"WHET_KERNELS": "eager"}), processes.started(ranks):
+        pass
     if any(process.exitcode for process in ranks):
         raise SystemExit(f"ranks ended with {[process.exitcode for process in ranks]}")
     return json.loads((folder / f"{'times' if timed else layouts[0]}.json").read_text())

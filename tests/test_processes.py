@@ -21,6 +21,8 @@ STARTS = """
 import multiprocessing, os, signal, subprocess, sys, threading, time
 from whet import processes
 SLEEP = ["sleep", "100"]
+if __name__ == "__mp_main__":
+    time.sleep(100)  # it imports, and has asked for nothing yet
 def be_child():
     processes.end_with_parent()
     time.sleep(100)
@@ -35,9 +37,10 @@ if __name__ == "__main__":
     kept.append(processes.start(["sh", "-c", "sleep 100 & sleep 100"], tree=True))
     in_thread(lambda: kept.append(processes.start(SLEEP)))
     threading.Thread(target=processes.run, args=(SLEEP,), daemon=True).start()
-    for method in ("fork", "spawn"):
-        kept.append(multiprocessing.get_context(method).Process(target=be_child, daemon=True))
-        kept[-1].start()
+    kept.append(multiprocessing.get_context("fork").Process(target=be_child, daemon=True))
+    kept[-1].start()
+    kept.append(processes.started([multiprocessing.get_context("spawn").Process(target=be_child)]))
+    kept[-1].__enter__()
     if not (pid := os.fork()):
         processes.end_with_parent(parent)
         time.sleep(100)
@@ -104,7 +107,7 @@ def test_every_child_ends_with_its_parent(how: str, tmp_path: Path) -> None:
             parent.send_signal(getattr(signal, how))
         parent.stdin.close()
         parent.wait()
-    assert left_of(below, 20) == set()
+    assert [psutil.Process(pid).cmdline() for pid in left_of(below, 20)] == []
 
 
 def test_a_program_runs_as_it_would_without_a_guard(tmp_path: Path) -> None:
@@ -128,7 +131,7 @@ def test_a_program_runs_as_it_would_without_a_guard(tmp_path: Path) -> None:
 
 
 def test_a_parent_that_is_gone_already_starts_nothing(tmp_path: Path) -> None:
-    words = [*processes._PYTHON, processes._ASK, "1", "9", "touch", str(tmp_path / "made")]
+    words = [*processes._PYTHON, processes._BECOME, "1", "9", "-1", "touch", str(tmp_path / "made")]
     subprocess.run(words, check=True)
     assert list(tmp_path.iterdir()) == []
 

@@ -17,22 +17,31 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess  # 20 ms that nobody else needs
 
 PR_SET_PDEATHSIG = 1
 TICK_S = 0.2
 """Seconds between two looks at the parent where the kernel does not tell."""
 
-# The parent may have died before prctl took effect. Python ignores SIGPIPE, which would be inherited.
-_ASK = f"""
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, int(sys.argv[2]))
-if os.getppid() == int(sys.argv[1]):
+# The parent may have died before prctl took effect, or before a watcher was there: nothing comes through the gate then.
+# Python ignores SIGPIPE, which would be inherited.
+_BECOME = f"""
+import os, signal, sys
+parent, number, gate = map(int, sys.argv[1:4])
+if number:
+    import ctypes
+    ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, number)
+if os.getppid() == parent and (gate < 0 or os.read(gate, 1)):
+    if gate >= 0:
+        os.close(gate)
     for name in ("SIGPIPE", "SIGXFSZ"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)
-    os.execvp(sys.argv[3], sys.argv[3:])
+    os.execvp(sys.argv[4], sys.argv[4:])
 """
 _WATCH = f"""
 import os, select, sys
@@ -92,17 +101,51 @@ def start(
     """
     options = options | ({"start_new_session": True} if tree else {})
     is_asking = sys.platform == "linux" and threading.current_thread() is threading.main_thread()
-    child = Child(_asking(words, death, options) if is_asking else list(words), **options)
+    number = int(death) if is_asking else 0
+    if is_asking and not tree:
+        child = Child(_becoming(words, number, -1, options), **options)
+    else:
+        inner, outer = os.pipe()
+        try:
+            options["pass_fds"] = (*options.get("pass_fds", ()), inner)
+            child = Child(_becoming(words, number, inner, options), **options)
+            child._watcher = _watcher(child.pid, death, tree=tree)
+            os.write(outer, b"1")
+        finally:
+            os.close(inner)
+            os.close(outer)
     child.args = list(words)  # for messages
-    if tree or not is_asking:
-        watch = [*_PYTHON, _WATCH, str(child.pid), str(int(death)), "tree" if tree else "one"]
-        null = subprocess.DEVNULL
-        # In a session of its own: neither Ctrl-C nor the end of the tree is for it.
-        # The child's owner keeps the object: without it, the pipe is closed.
-        child._watcher = subprocess.Popen(
-            watch, stdin=subprocess.PIPE, stdout=null, stderr=null, cwd="/", start_new_session=True
-        )
     return child
+
+
+def _watcher(pid: int, death: signal.Signals, *, tree: bool) -> subprocess.Popen[bytes]:
+    """Start what ends a process with this one; its owner keeps the object, for without it the pipe is closed."""
+    words = [*_PYTHON, _WATCH, str(pid), str(int(death)), "tree" if tree else "one"]
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    # In a session of its own: neither Ctrl-C nor the end of the tree is for it.
+    return subprocess.Popen(words, stdin=pipe, stdout=null, stderr=null, cwd="/", start_new_session=True)
+
+
+@contextmanager
+def started(children: Sequence[BaseProcess]) -> Iterator[None]:
+    """Start processes of `multiprocessing` that end with this one, and join them at the end.
+
+    They call `end_with_parent` as well; until they come to that, they import for seconds.
+    """
+    watchers: list[subprocess.Popen[bytes]] = []
+    try:
+        for child in children:
+            child.start()
+            assert child.pid is not None
+            watchers.append(_watcher(child.pid, signal.SIGKILL, tree=False))
+        yield
+        for child in children:
+            child.join()
+        for watcher in watchers:
+            watcher.kill()
+    finally:
+        for watcher in watchers:
+            watcher.communicate()
 
 
 def run(
@@ -163,13 +206,13 @@ def _watch(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _asking(
-    words: Sequence[str | os.PathLike[str]], death: signal.Signals, options: dict[str, Any]
+def _becoming(
+    words: Sequence[str | os.PathLike[str]], number: int, gate: int, options: dict[str, Any]
 ) -> list[str]:
-    """Return the command line of what asks the kernel and then becomes the program."""
+    """Return the command line of what asks the kernel for a signal, waits at a gate, and then becomes the program."""
     program = os.fspath(words[0])
     environment = options.get("env") or os.environ
     if shutil.which(program, path=environment.get("PATH")) is None and not options.get("cwd"):
         number = errno.EACCES if os.path.exists(program) else errno.ENOENT
         raise OSError(number, os.strerror(number), program)
-    return [*_PYTHON, _ASK, str(os.getpid()), str(int(death)), *map(os.fspath, words)]
+    return [*_PYTHON, _BECOME, str(os.getpid()), str(number), str(gate), *(os.fspath(word) for word in words)]

@@ -223,7 +223,7 @@ def _update(own: Any, now: Any) -> bool:
     Returns:
         Whether it is the same value now; values inside it stay the same objects where they can.
     """
-    if not any(isinstance(own, base) and isinstance(now, base) for base in _CHANGEABLE):
+    if not _are_alike(own, now):
         return False
     if isinstance(own, dict):
         items = [(key, own[key] if key in own and _update(own[key], now[key]) else now[key]) for key in now]
@@ -240,6 +240,10 @@ def _update(own: Any, now: Any) -> bool:
         own.clear()
         own.extend(items)
     return True
+
+
+def _are_alike(own: Any, now: Any) -> bool:
+    return any(isinstance(own, base) and isinstance(now, base) for base in _CHANGEABLE)
 
 
 def compares_apart(code: str, program: Collection[str]) -> bool:
