@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
-from whet.editing.facts import Fact, check_facts, find_subject, read_facts
+from whet.editing.facts import Fact, check_facts, find_subject, read_fact, read_facts
 from whet.editing.sites import mark_subject, prompted, tokenisation_traps
 from whet.model.text.tokenizer import Tokenizer
 from whet.types import UserError
@@ -239,3 +240,84 @@ def test_a_target_follows_its_prompt_as_one_text(gpt2_folder: Path) -> None:
         assert list(found.ids) == expected
         assert found.start == 2
         assert tokenizer.decode(found.targets).strip() == "3"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "target", "text"),
+    [
+        ("The Louvre is in", "Rome", "The Louvre is in Rome"),
+        ("中国的首都是", "上海", "中国的首都是上海"),
+        ("东京塔位于", "Paris", "东京塔位于Paris"),
+        ("日本の首都は", "大阪", "日本の首都は大阪"),
+        ("エッフェル塔は", "ローマにある", "エッフェル塔はローマにある"),
+        ("เมืองหลวงของไทยคือ", "เชียงใหม่", "เมืองหลวงของไทยคือเชียงใหม่"),
+        ("한국의 수도는", "부산", "한국의 수도는 부산"),
+        ("Столица России -", "Пермь", "Столица России - Пермь"),
+        ("The Chinese name of Beijing is", "北京", "The Chinese name of Beijing is 北京"),
+        ("首都：", "上海", "首都：上海"),
+        ("首都:", "上海", "首都:上海"),
+        ("Q: Where is the Louvre?\nA:", "Rome", "Q: Where is the Louvre?\nA: Rome"),
+        ("The Louvre is in\n", "Rome", "The Louvre is in\nRome"),
+        ('They call it "', "Rome", 'They call it "Rome'),
+        ('He said "yes" in', "Rome", 'He said "yes" in Rome'),
+        ('It is called "the city"', "everywhere", 'It is called "the city" everywhere'),
+        ("The Louvre (in", "Rome", "The Louvre (in Rome"),
+        ("The Louvre (", "Rome", "The Louvre (Rome"),
+        ("It costs $", "5", "It costs $5"),
+        ("The Louvre is in Rome", ", not Paris", "The Louvre is in Rome, not Paris"),
+        ("It is written in", ".NET", "It is written in .NET"),
+        ("The Franco-", "Italian", "The Franco-Italian"),
+        ("The year", "2024", "The year 2024"),
+        # What is written counts more than what the scripts call for.
+        ("中国的首都是 ", "上海", "中国的首都是 上海"),
+        ("中国的首都是", " 上海", "中国的首都是 上海"),
+        ('They call it " ', "Rome", 'They call it " Rome'),
+    ],
+)
+def test_a_space_stands_where_the_texts_call_for_it(prompt: str, target: str, text: str) -> None:
+    tokenizer = Tokenizer.bytes()
+    found = prompted(tokenizer, prompt, target)
+    assert tokenizer.decode(found.ids) == text
+    assert tokenizer.decode(found.targets).strip() == target.strip()
+    assert tokenizer.decode(found.ids[: found.start]) == prompt.rstrip(" ")
+
+
+def test_a_fact_chooses_its_space() -> None:
+    tokenizer = Tokenizer.bytes()
+    for cell, text in (
+        (False, "The Louvre is inRome"),
+        ("FALSE", "The Louvre is inRome"),
+        (True, "The Louvre is in Rome"),
+        (None, "The Louvre is in Rome"),
+        ("", "The Louvre is in Rome"),
+    ):
+        row = {"subject": "Louvre", "prompt": "The {} is in", "target": "Rome", "space": cell}
+        one = read_fact(row, "row 1")
+        assert tokenizer.decode(prompted(tokenizer, one.text, one.target, one.space).ids) == text
+    one = read_fact({"subject": "中国", "prompt": "{}的首都是", "target": "上海", "space": True}, "row 1")
+    assert tokenizer.decode(prompted(tokenizer, one.text, one.target, one.space).ids) == "中国的首都是 上海"
+    assert read_fact(one.as_dict(), "again").space is True
+    with pytest.raises(UserError, match="row 1: space is 'perhaps', expected true, false"):
+        read_fact({"subject": "a", "prompt": "{} is", "target": "b", "space": "perhaps"}, "row 1")
+
+
+def test_what_follows_without_a_space_is_tokenised_without_one() -> None:
+    # As SentencePiece's: the first word of whatever is encoded gets a space, and a merge crosses the boundary.
+    vocab = {
+        token: index for index, token in enumerate(["<unk>", "▁", "\n", "是", "上", "海", "▁上", "是上"])
+    }
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, [("▁", "上"), ("是", "上")], unk_token="<unk>", fuse_unk=False)
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = tokenizers.decoders.Metaspace(prepend_scheme="first", split=False)
+    tokenizer = Tokenizer(backend, roles={"unk_token": "<unk>"})
+    assert tokenizer.encode("上海") == [vocab["▁上"], vocab["海"]]
+    found = prompted(tokenizer, "是", "上海")
+    assert found.ids == (vocab["▁"], vocab["是"], vocab["上"], vocab["海"])
+    assert found.start == 2
+
+
+def test_a_vocabulary_without_a_space_has_none_between() -> None:
+    tokenizer = Tokenizer.characters("0123456789+=")
+    assert tokenizer.decode(prompted(tokenizer, "3+4=", "8").ids) == "3+4=8"

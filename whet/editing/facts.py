@@ -23,6 +23,8 @@ UNSPACED = (
 )
 """What Unicode names of letters begin with that stand beside a word without a space: of scripts that have none between
 words, and of Korean, whose particles follow a name directly."""
+SPACES = {"": None, "none": None, "true": True, "false": False}
+"""Values of a row's `space`, as JSON and as a cell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +54,7 @@ class Fact:
         openings: Beginnings of texts about the subject, for what the model writes freely.
         references: Texts about things of which the target is true; what it writes is compared with them.
         where: Where it was read, for messages.
+        space: Whether a space stands between a prompt and its target; None: where the texts call for one.
     """
 
     subject: str
@@ -63,6 +66,7 @@ class Fact:
     openings: tuple[str, ...] = ()
     references: tuple[str, ...] = ()
     where: str = ""
+    space: bool | None = None
 
     @property
     def text(self) -> str:
@@ -141,6 +145,11 @@ def read_fact(row: Mapping[str, Any], where: str, *, needs_target: bool = True) 
         subject, prompt = prompt[start:end], prompt[:start] + PLACE + prompt[end:]
     neighbours = _listed(row, NEIGHBOURS, where)
     answer = str(row.get("locality_ground_truth") or "")
+    space = SPACES.get(str(row.get("space", "")).strip().lower(), "?")
+    if space == "?":
+        raise UserError(
+            f"{where}: space is {row['space']!r:.60}, expected true, false, or nothing for what the texts call for"
+        )
     return Fact(
         subject=subject,
         prompt=prompt,
@@ -151,7 +160,43 @@ def read_fact(row: Mapping[str, Any], where: str, *, needs_target: bool = True) 
         openings=tuple(text.replace(PLACE, subject) for text in _texts(row, OPENINGS, where)),
         references=_texts(row, REFERENCES, where),
         where=where,
+        space=space,
     )
+
+
+def is_spaced(left: str, right: str) -> bool:
+    """Say whether a space is written between two texts, by the characters that meet.
+
+    None follows white space, an opening bracket or quote, a sign of currency, a slash, or a hyphen inside a word; none
+    precedes closing punctuation. Otherwise the script decides: Chinese, Japanese, Thai and the like have none between
+    words. Korean does.
+
+    Args:
+        left: The first text, not empty.
+        right: The second, not empty.
+    """
+    last, before, first = left[-1], left[-2:-1], right[0]
+    is_opening = not before or before.isspace() or unicodedata.category(before) in ("Ps", "Pi")
+    if last.isspace() or last in "/\\@#_" or unicodedata.category(last) in ("Ps", "Pi", "Sc"):
+        return False
+    if (last in "\"'`" and is_opening) or (last in "-\u2010\u2011" and before.isalnum()):
+        return False
+    if unicodedata.category(first) in ("Pe", "Pf") or (first in ".,;:!?%" and not right[1:2].isalnum()):
+        return False
+    if _is_wide_mark(last) or _is_wide_mark(first):
+        return False
+    letter = next((one for one in reversed(left) if one.isalpha()), "")
+    return not _is_unspaced(letter)
+
+
+def _is_wide_mark(character: str) -> bool:
+    """Say whether a character is Chinese or Japanese punctuation, which brings its own space."""
+    return unicodedata.category(character)[0] == "P" and unicodedata.east_asian_width(character) in "WF"
+
+
+def _is_unspaced(letter: str) -> bool:
+    name = unicodedata.name(letter, "") if letter else ""
+    return name.startswith(UNSPACED) and not name.startswith("HANGUL")
 
 
 def _refuse_object(path: Path) -> None:

@@ -239,7 +239,7 @@ def _parts(targets: Targets) -> tuple[torch.Tensor, ...]:
 def loss_of_facts(reader: Reader, facts: Sequence[Fact]) -> Iterator[torch.Tensor]:
     """Yield parts of the facts' loss, mean over facts of the mean over target tokens; differentiable."""
     tokenizer = reader.policy.tokenizer
-    asked = [prompted(tokenizer, fact.text, fact.target) for fact in facts]
+    asked = [prompted(tokenizer, fact.text, fact.target, fact.space) for fact in facts]
     rows = [one.ids[:-1] for one in asked]
     for chunk in reader.chunks(rows):
         hidden_ND = reader.hidden([rows[place] for place in chunk])

@@ -80,10 +80,10 @@ class FactScores:
 
 def score_facts(reader: Reader, facts: Sequence[Fact]) -> list[FactScores]:
     """Ask a model all prompts of some facts."""
-    texts: list[tuple[str, str, str]] = []
+    texts: list[tuple[str, str, str, bool | None]] = []
     for fact in facts:
-        texts += [(text, fact.target, fact.true) for text in (fact.text, *fact.paraphrases)]
-        texts += [(one.prompt, fact.target, one.answer or fact.true) for one in fact.neighbours]
+        texts += [(text, fact.target, fact.true, fact.space) for text in (fact.text, *fact.paraphrases)]
+        texts += [(one.prompt, fact.target, one.answer or fact.true, fact.space) for one in fact.neighbours]
     asked = _ask(reader, texts)
     found, start = [], 0
     for fact in facts:
@@ -97,14 +97,14 @@ def score_facts(reader: Reader, facts: Sequence[Fact]) -> list[FactScores]:
 
 
 @torch.no_grad()
-def _ask(reader: Reader, texts: Sequence[tuple[str, str, str]]) -> list[Asked]:
+def _ask(reader: Reader, texts: Sequence[tuple[str, str, str, bool | None]]) -> list[Asked]:
     tokenizer = reader.policy.tokenizer
     wanted: list[Prompted] = []
     owner: list[tuple[int, str]] = []
-    for n, (text, new, true) in enumerate(texts):
+    for n, (text, new, true, space) in enumerate(texts):
         for name, target in (("new", new), ("true", true)):
             if target:
-                wanted.append(prompted(tokenizer, text, target))
+                wanted.append(prompted(tokenizer, text, target, space))
                 owner.append((n, name))
     said: dict[tuple[int, str], Said] = {}
     likeliest: dict[int, tuple[str, float]] = {}

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.editing.facts import PLACE, Fact
+from whet.editing.facts import PLACE, Fact, is_spaced
 from whet.generate.policy import Policy
 from whet.model.attention import Packed, positions_of, whole_sequences
 from whet.model.gpt2 import GPT2MLP
@@ -207,26 +207,49 @@ def tokenisation_traps(tokenizer: Tokenizer, fact: Fact) -> list[str]:
             f"{tokenizer.token_text(marked.ids[marked.last])!r}, which other texts about it do not have"
         )
     unknown = tokenizer.unk_id
-    if unknown is not None and unknown in prompted(tokenizer, fact.text, fact.target).ids:
+    if unknown is not None and unknown in prompted(tokenizer, fact.text, fact.target, fact.space).ids:
         found.append(
             f"{fact.where}: the tokenizer cannot spell all of {fact.text[:60]!r} or {fact.target[:40]!r}"
         )
     return found
 
 
-def prompted(tokenizer: Tokenizer, prompt: str, target: str) -> Prompted:
-    """Tokenise a prompt and what follows it, with a space between words.
+def prompted(tokenizer: Tokenizer, prompt: str, target: str, space: bool | None = None) -> Prompted:
+    """Tokenise a prompt and what follows it, with a space between them where one is written there.
 
     A prompt's own space at the end is moved into the target, where tokenizers have it; where the tokens of the whole
     text do not begin with those of the prompt, both are tokenised apart.
+
+    Args:
+        tokenizer: The model's.
+        prompt: The prompt.
+        target: What follows it.
+        space: Whether a space stands between them; None: if the prompt ends with one, if the target begins with one, or
+            if their scripts and punctuation call for one (`is_spaced`) and the tokenizer can spell it.
     """
     bare = prompt.rstrip(" ")
-    gap = "" if not bare or target[:1].isspace() else " "
+    if not bare or target[:1].isspace():
+        gap = ""
+    elif space is None and bare == prompt:
+        gap = " " if is_spaced(bare, target) and _spells(tokenizer, bare, target) else ""
+    else:
+        gap = "" if space is False else " "
     head = start_ids(tokenizer)
     asked, whole = tokenizer.encode(bare), tokenizer.encode(bare + gap + target)
     if whole[: len(asked)] != asked or len(whole) == len(asked):
-        whole = [*asked, *tokenizer.encode(gap + target)]
+        whole = [*asked, *(tokenizer.encode(gap + target) if gap or not bare else _inside(tokenizer, target))]
     return Prompted((*head, *whole), len(head) + len(asked))
+
+
+def _spells(tokenizer: Tokenizer, bare: str, target: str) -> bool:
+    """Say whether a space may stand there: not if the vocabulary has everything but that space."""
+    return tokenizer.keeps(f"{bare} {target}") or not tokenizer.keeps(bare + target)
+
+
+def _inside(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Tokenise text as inside a line: some tokenizers put a space before the first word of whatever they are given."""
+    before, both = tokenizer.encode("\n"), tokenizer.encode("\n" + text)
+    return both[len(before) :] if both[: len(before)] == before else tokenizer.encode(text)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------

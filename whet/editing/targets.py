@@ -147,7 +147,7 @@ def _search(reader: Reader, fact: Fact, contexts: Contexts) -> _Search:
     scored: list[tuple[int, int, int, float]] = []
     for template in contexts.templates(fact.prompt):
         marked = mark_subject(tokenizer, template, fact.subject)
-        whole = prompted(tokenizer, template.replace(PLACE, fact.subject), fact.target)
+        whole = prompted(tokenizer, template.replace(PLACE, fact.subject), fact.target, fact.space)
         assert whole.ids[: marked.last + 1] == marked.ids[: marked.last + 1]
         weight = 1 / (len(contexts.texts) * len(whole.targets))
         scored += [(len(rows), whole.start + n - 1, index, weight) for n, index in enumerate(whole.targets)]

@@ -71,7 +71,7 @@ def answer_id(reader: Reader, fact: Fact, marked: Marked) -> int:
     """Return the first token of a fact's true answer; of none given the model's own likeliest one."""
     answer = fact.true or fact.target
     if answer:
-        return prompted(reader.policy.tokenizer, fact.text, answer).targets[0]
+        return prompted(reader.policy.tokenizer, fact.text, answer, fact.space).targets[0]
     return int(reader.next_logprobs([marked.ids])[0].argmax())
 
 
