@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from patient import fresh
 
+from whet.editing import methods
+from whet.editing.facts import Fact
 from whet.editing.memory import Delta, capped, disturbance, null_space, project, rank_one, solve, spread
+from whet.editing.methods import loss_of_facts, mean_keys, one_by_one
+from whet.editing.sites import Contexts, Reader, chosen_memories
+from whet.editing.targets import TargetConfig
 
 D, F = 5, 9
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -132,3 +138,68 @@ def test_capped_shortens_only_what_is_too_long() -> None:
     vectors = torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]])
     found = capped(vectors, torch.tensor([1.0, 1.0, 1.0]))
     torch.testing.assert_close(found, torch.tensor([[0.6, 0.8], [0.3, 0.4], [0.0, 0.0]]))
+
+
+def test_one_by_one_gives_each_key_the_value_that_was_searched() -> None:
+    """ROME gives the bare prompt's key its value by turning the mean key; R-ROME has the mean in both places."""
+    contexts = Contexts(("", "Hello there"))
+    fact = Fact(subject="Ann Oak", prompt="{} lives in", target="Oslo")
+    for is_refined in (False, True):
+        policy = fresh()
+        policy.model.requires_grad_(False)
+        reader = Reader(policy)
+        (memory,) = chosen_memories(policy.model, (1,))
+        weight = memory.matrix().clone()
+        mean = mean_keys(reader, [memory], [fact], contexts)[1][0].double()
+        bare = mean_keys(reader, [memory], [fact], Contexts())[1][0].double()
+        assert not torch.allclose(mean, bare, rtol=1e-3)
+        moment = moment_of(normal(300, len(mean), seed=3))
+        change = one_by_one(
+            reader,
+            memory,
+            [fact],
+            contexts,
+            moment,
+            targets=TargetConfig(steps=2),
+            is_refined=is_refined,
+        )
+        assert change.targets is not None
+        delta = change.targets.delta_ED[0].double()
+        assert delta.norm() > 0
+        own = mean if is_refined else bare
+        wanted = weight @ bare + delta  # the output at the bare prompt, and what was searched
+        moved = memory.matrix() - weight
+        close = {"rtol": 1e-4, "atol": 1e-6}  # the weights are float32
+        torch.testing.assert_close(moved @ own, wanted - weight @ own, **close)
+        turned = torch.linalg.inv(moment) @ mean
+        expected = torch.outer(wanted - weight @ own, turned) / (turned @ own)
+        torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_the_loss_of_facts_is_the_mean_over_facts_of_the_mean_over_tokens() -> None:
+    policy = fresh()
+    facts = [
+        Fact(subject="Ann Oak", prompt="{} lives in", target="Oslo"),
+        Fact(subject="Ben Elm", prompt="{} eats", target="figs there ."),  # three tokens
+    ]
+    each = []
+    for fact in facts:
+        prompt, ids = (policy.tokenizer.encode(text) for text in (fact.text, f"{fact.text} {fact.target}"))
+        logprobs = policy.model.logits(torch.tensor([ids]))[0].detach().log_softmax(-1)
+        targets = range(len(prompt), len(ids))
+        each.append(sum(-float(logprobs[place - 1, ids[place]]) for place in targets) / len(targets))
+    for budget in (4096, 1):  # in one pass, and in a pass for each
+        found = sum(float(part.detach()) for part in loss_of_facts(Reader(policy, budget), facts))
+        assert found == pytest.approx(sum(each) / 2, rel=1e-5)
+
+
+def test_a_bound_holds_on_both_sides() -> None:
+    before = normal(3, 4, seed=0)
+    moved = before + torch.tensor([-0.5, -0.01, 0.01, 0.5], dtype=torch.float64)
+    weight = torch.nn.Parameter(moved.clone())
+    methods._bound(weight, before, 0.1)
+    expected = torch.tensor([-0.1, -0.01, 0.01, 0.1], dtype=torch.float64).expand(3, 4)
+    torch.testing.assert_close(weight.detach() - before, expected, **CLOSE)
+    weight = torch.nn.Parameter(moved.clone())
+    methods._bound(weight, before, 0.0)  # none
+    assert torch.equal(weight.detach(), moved)

@@ -365,3 +365,12 @@ def test_drawn_tokens_follow_seed_and_index_alone() -> None:
 def test_params_out_of_range(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**options)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_nucleus_ends_where_its_probability_is_reached() -> None:
+    """The smallest set with at least top_p: a token before which exactly top_p lies is not in it."""
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    exact = float(torch.softmax(logits, -1)[0, 0])
+    for top_p, count in ((exact, 1), (exact * (1 + 1e-6), 2), (exact * (1 - 1e-6), 1)):
+        kept = filter_logits(logits, SamplingParams(top_p=top_p)) > float("-inf")
+        assert kept.sum() == count

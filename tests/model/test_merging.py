@@ -169,3 +169,9 @@ def test_what_cannot_be_merged_is_refused_in_one_line(case: str, home: Path, tmp
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_numbers_whose_sum_is_0_are_elected_as_positive() -> None:
+    """As peft: `torch.where(sum >= 0, 1, -1)`; of 3 and -3 the 3 stays, and it is divided by the one that agrees."""
+    found = rules._elected(torch.tensor([[3.0, -2.0, 0.5], [-3.0, -4.0, -2.5]]), (1.0, 0.5))
+    assert found.tolist() == [3.0, (-2.0 - 2.0) / 2, -1.25]

@@ -11,9 +11,11 @@ import time
 import pytest
 from needs import needs
 
-from whet.rewards.answers import symbolic
+from whet.rewards.answers import identity, symbolic
 from whet.rewards.answers.equal import answers_equal
+from whet.rewards.answers.expression import parse_expression as tree
 from whet.rewards.answers.symbolic import answers_equal_symbolically, needs_symbols, symbolic_equal_pairs
+from whet.rewards.answers.units import units_conflict
 from whet.types import UserError
 
 needs_math_verify = needs("math_verify")
@@ -144,3 +146,28 @@ def test_without_math_verify_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install .*\[math\]'"):
         answers_equal_symbolically("55", SUM, deadline_s=3.25)
+
+
+def test_expressions_are_equal_only_where_enough_points_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right = tree("2x"), tree("x+x")
+    for count in range(1, identity.MIN_POINTS + 2):
+        points = [(float(n + 1),) for n in range(count)]
+        monkeypatch.setattr(
+            identity, "_sample_points", lambda *_, points=points: identity._rows(["x"], points)
+        )
+        assert identity.expressions_equal(left, right) == (count >= identity.MIN_POINTS)
+
+
+def test_units_conflict_only_where_both_are_known_and_differ() -> None:
+    assert units_conflict("cm", "kg")
+    assert units_conflict("meters", "minutes")
+    for left, right in (
+        ("cm", "cm"),
+        ("cm", ""),
+        ("", "kg"),
+        ("cm", "wombats"),
+        ("wombats", "kg"),
+        ("cm", ".."),
+    ):
+        assert not units_conflict(left, right), (left, right)
+        assert not units_conflict(right, left), (left, right)

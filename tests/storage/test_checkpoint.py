@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -502,3 +503,36 @@ def test_open_run_takes_an_empty_folder_and_refuses_a_file(tmp_path: Path) -> No
         open_run(tmp_path / "file" / "run", "a: 1\n", resume=False)
     assert (tmp_path / "file").read_text() == "precious"
     assert os.listdir(tmp_path / "empty") == ["config.yaml"]
+
+
+def test_a_digest_of_a_part_is_that_of_its_bytes(tmp_path: Path) -> None:
+    content = os.urandom(3 << 20)
+    (tmp_path / "log").write_bytes(content)
+    for size in (0, 5, 1 << 20, (2 << 20) + 7):  # pieces of 1 MiB are read
+        assert commit.digest(tmp_path / "log", size) == hashlib.sha256(content[:size]).hexdigest()
+    assert commit.digest(tmp_path / "log") == hashlib.sha256(content).hexdigest()
+
+
+def test_what_a_manifest_does_not_say_is_noticed(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    (folder / "extra.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"extra\.bin: the manifest does not name it"):
+        verify_folder(folder)
+    (folder / "extra.bin").unlink()
+    verify_folder(folder)
+    path = folder / MANIFEST
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest | {"torch": "another"}))  # what no file's hash covers
+    with pytest.raises(UserError, match="not as it was written"):
+        verify_folder(folder)
+    path.write_text(json.dumps({name: value for name, value in manifest.items() if name != "sha256"}))
+    verify_folder(folder)  # of a version that wrote none
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_tensor_that_is_not_finite_is_not_saved(value: float, tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    tensors = {"fine": torch.ones(2), "w/exp_avg": torch.tensor([1.0, value])}
+    with pytest.raises(UserError, match=r"step 2: w/exp_avg is not finite and was not saved"):
+        save_step(tmp_path, 2, write_model=write_model, tensors=tensors, state={})
+    assert saved_steps(tmp_path) == [1]

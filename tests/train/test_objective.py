@@ -523,3 +523,22 @@ def test_statistics_are_those_of_all_ranks() -> None:
         assert own["gdpo"] == pytest.approx([x for group in whole[place::2] for x in group], rel=1e-9)
         # Float32 gradients, added up in another order.
         assert own["step"] == pytest.approx(alone["step"], rel=1e-4, abs=1e-6)
+
+
+def test_whitening_scales_what_a_critic_makes_of_equal_outcomes() -> None:
+    """With a critic the tokens' advantages differ though the outcomes are equal: that is its signal, not noise."""
+    sequences = [
+        TrainingSequence(
+            prompt_ids=(1,),
+            completion_ids=(2,) * 3,
+            sampler_logprobs=(-1.0,) * 3,
+            advantage=0.01,
+            start_values_T=torch.tensor([0.0, 0.002, 0.004]) * n,
+        )
+        for n in (1, 2, 4)
+    ]
+    algo = replace(PPO, whiten=True)
+    filled = token_advantages(sequences, algo, ValueConfig(), 0.0)
+    tokens = torch.cat([s.advantages_T for s in filled if s.advantages_T is not None])
+    assert float(tokens.mean()) == pytest.approx(0.0, abs=1e-9)
+    assert float(tokens.std()) == pytest.approx(1.0, rel=1e-2)

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig
 from whet.generate.policy import PolicyConfig, load_policy
+from whet.generate.probe import ProbeResult
 from whet.generate.sampling import SamplingParams
 from whet.model.config import ModelConfig
 from whet.recipes.models import demo_policy
@@ -766,3 +767,38 @@ def test_the_watchdog_begins_before_the_first_step_and_ends_with_the_run(
     assert heartbeat.current() is not None
     running.close()  # whoever called has seen enough
     assert heartbeat.current() is None
+
+
+def test_steps_without_a_signal_count_only_in_a_row(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    trust = rl.Trust(make_config(tiny_policy, tmp_path, max_dead_steps=3), ProbeResult(True, 0.0), None)
+    dead = {"rl/staleness": 0.0, "rl/groups_with_signal": 0.0, "rl/correct": 0.1}
+    dead |= {"rl/all_wrong_groups": 0.5, "rl/all_right_groups": 0.0}
+    alive = dead | {"rl/groups_with_signal": 0.25}
+    for step, values in enumerate((dead, dead, alive, dead, dead), start=1):
+        trust.check(step, values)
+    assert trust.dead_steps == 2
+    with pytest.raises(UserError, match="step 6: 3 steps in a row without a signal"):
+        trust.check(6, dead)
+    solved = dead | {"rl/correct": 1.0}
+    trust = rl.Trust(make_config(tiny_policy, tmp_path, max_dead_steps=1), ProbeResult(True, 0.0), None)
+    trust.check(1, solved)  # nothing is left to learn
+    trust.restore({"dead_steps": 7, "step": 1})
+    assert trust.dead_steps == 7
+
+
+def test_limits_of_what_may_part_sampler_and_trainer(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    """0.1 nats a token on average where rounding parts them, ratio_tolerance where nothing should; stale tokens may."""
+    values = {"rl/staleness": 0.0, "rl/groups_with_signal": 1.0, "rl/correct": 0.5}
+    trust = rl.Trust(make_config(tiny_policy, tmp_path), ProbeResult(False, 1e-3), None)
+    trust.check(1, values | {"rl/logprob_gap_mean": 0.09})
+    far = values | {"rl/logprob_gap_mean": 0.11}
+    with pytest.raises(UserError, match=r"differ by 0\.11 nats per token on average, expected at most 0\.1"):
+        trust.check(1, far)
+    trust.check(1, far | {"rl/staleness": 1.0})
+    trust.check(1, far | {"rl/token_age": 0.5})
+    exact = rl.Trust(make_config(tiny_policy, tmp_path), ProbeResult(True, 0.0), None)
+    drifts = values | {"rl/ratio_drift": 1e-3}
+    exact.check(1, drifts | {"rl/staleness": 1.0})
+    exact.check(1, drifts | {"rl/token_age": 0.5})
+    with pytest.raises(UserError, match="ratio drifts"):
+        exact.check(1, drifts)

@@ -24,11 +24,12 @@ from safetensors.torch import load_file
 from whet.generate.policy import Policy, PolicyConfig
 from whet.storage import checkpoint, commit
 from whet.storage.checkpoint import LogHashes, Sameness, load_step, save_step, saved_steps, step_folder
+from whet.telemetry.trackers import Tracking
 from whet.train import session, sft
 from whet.train.optim.safety import SafetyConfig, TokenBudget, rehearse, set_deterministic
 from whet.train.optim.step import OptimConfig, forward_backward
 from whet.train.run import Run
-from whet.train.session import Stopped, Writer
+from whet.train.session import Stopped, Writer, load_trained
 from whet.train.sft import SFTConfig, train
 from whet.types import UserError
 
@@ -516,3 +517,36 @@ def test_deterministic_modes() -> None:
 def test_wrong_settings(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"safety.{next(iter(wrong))} = .*expected"):
         SafetyConfig(**wrong)
+
+
+def test_a_run_takes_up_what_its_checkpoint_says(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    """Without the best value so far the first validation after a resume would become checkpoints/best."""
+    config = make_config(tiny_policy, tmp_path, num_steps=2, save_every=1)
+    train(config)
+    path = step_folder(tmp_path, 2) / "training" / "state.json"
+    state = json.loads(path.read_text()) | {"best": 0.125, "skipped": 2}
+    path.write_text(json.dumps(state))
+    (path.parent.parent / "manifest.json").unlink()
+    for name in ("best", "step_00000001"):
+        shutil.rmtree(tmp_path / "checkpoints" / name, ignore_errors=True)
+    with commit.commit_folder(path.parent.parent.with_name("again")) as folder:
+        shutil.copytree(path.parent.parent, folder, dirs_exist_ok=True)
+    shutil.rmtree(path.parent.parent)
+    (tmp_path / "checkpoints" / "again").rename(path.parent.parent)
+    run = Run(
+        "sft",
+        config,
+        load_trained(config),
+        Tracking(config.track, tmp_path, enabled=False),
+        best="sft/validation_loss",
+        headline=(),
+    )
+    found = run.restore(True)
+    assert found is not None
+    assert (run.step, run.best, run.is_skipped) == (2, 0.125, True)
+    assert run.last == state["last"]
+    assert run.last["sft/loss"] > 0
+    moments = load_file(path.parent / "optimizer.safetensors")
+    for name, tensor in run.optimizer.tensors().items():
+        assert torch.equal(tensor, moments[name])
+    assert any(tensor.dim() and float(tensor.abs().max()) > 0 for tensor in moments.values())

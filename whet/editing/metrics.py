@@ -130,7 +130,7 @@ def _ask(reader: Reader, texts: Sequence[tuple[str, str, str, bool | None]]) -> 
             start += len(rows[place])
     return [
         Asked(text, said[n, "new"], said.get((n, "true")), *likeliest[n])
-        for n, (text, _, _) in enumerate(texts)
+        for n, (text, *_) in enumerate(texts)
     ]
 
 

@@ -230,7 +230,7 @@ def prompted(tokenizer: Tokenizer, prompt: str, target: str, space: bool | None 
     bare = prompt.rstrip(" ")
     if not bare or target[:1].isspace():
         gap = ""
-    elif space is None and bare == prompt:
+    elif space is None and bare == prompt and target:
         gap = " " if is_spaced(bare, target) and _spells(tokenizer, bare, target) else ""
     else:
         gap = "" if space is False else " "
