@@ -258,6 +258,23 @@ def test_no_import_cycles() -> None:
     assert cycles(edges) == []
 
 
+def test_counts_in_the_docs_are_those_of_the_code() -> None:
+    from whet.rewards.base import ELSEWHERE, REWARDS
+    from whet.sandbox.attacks.attacks import all_attacks
+
+    listed = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8").partition("## Built-in rewards")[2]
+    rows = [
+        line.split("|")[1] for line in listed.partition("\n\nWith ")[0].splitlines() if line.startswith("| `")
+    ]
+    names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(names) == sorted({*REWARDS, *ELSEWHERE})
+    assert f"| rewards | {len(REWARDS)} [built in](docs/rewards.md)" in README.read_text(encoding="utf-8")
+    battery = (PACKAGE / "sandbox" / "attacks" / "battery.py").read_text(encoding="utf-8")
+    checks = len(list(all_attacks())) + battery.count('"afterwards"')  # what they left behind
+    graders = (ROOT / "docs" / "results" / "graders.md").read_text(encoding="utf-8")
+    assert f"`whet doctor sandbox`: {checks} checks, 0 breaches" in graders
+
+
 def test_rewards_and_cli_know_no_torch() -> None:
     names = set(sources())
     guilty = [

@@ -292,11 +292,13 @@ def test_resume_takes_the_newest_step_or_the_one_that_is_named(words: list[str],
 
 
 def test_an_error_line_is_cut_where_its_text_is_endless(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> None:
-        raise UserError("x" * 50_000)
+    for text in ("x", "\u2028", "\U000e0001"):  # what cannot be printed is spelt out in up to ten characters
 
-    assert cli.guard(fail) == 2
-    assert len(capsys.readouterr().err) < 1_100
+        def fail(text: str = text) -> None:
+            raise UserError(text * 50_000)
+
+        assert cli.guard(fail) == 2
+        assert len(capsys.readouterr().err) < 1_100
 
 
 @pytest.mark.parametrize("word", ["0", "-1", "4o", "9" * 30, "40 41", "\u0664"])

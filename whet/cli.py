@@ -511,7 +511,7 @@ def guard(function: Callable[[], int | None]) -> int:
         status = function()
         sys.stdout.flush()
     except UserError as error:
-        print(f"whet: error: {escape(str(error)[:MAX_LINE])}", file=sys.stderr)
+        print(f"whet: error: {escape(str(error))}", file=sys.stderr)
         return 2
     except SystemExit as error:
         if isinstance(error.code, str):
@@ -559,8 +559,9 @@ def _refused(error: Exception) -> str:
 
 
 def escape(text: str) -> str:
-    """Make text safe for one line of a terminal: control characters and newlines become escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    """Make text safe for one line of a terminal: control characters become escapes, and what is endless is cut."""
+    safe = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:MAX_LINE])
+    return "".join(safe)[:MAX_LINE]
 
 
 def unknown(

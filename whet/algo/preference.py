@@ -171,7 +171,9 @@ def kto_loss(
     those of other examples, and it is detached and never below 0.
     """
     gains_B = torch.where(is_desirable_B, ratios_B - kl, kl - ratios_B)
-    weights_B = torch.where(is_desirable_B, desirable_weight, undesirable_weight).to(ratios_B.dtype)
+    # Two Python numbers would meet in float32, whatever the ratios are.
+    weights = ratios_B.new_tensor([undesirable_weight, desirable_weight])
+    weights_B = weights[is_desirable_B.long()]
     return weights_B * (1.0 - torch.sigmoid(beta * gains_B))
 
 
