@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from patient import fresh
 
-from whet.editing import methods
+from whet.editing import methods, statistics
+from whet.editing.editor import Measured, report_of
 from whet.editing.facts import Fact
 from whet.editing.memory import Delta, capped, disturbance, null_space, project, rank_one, solve, spread
-from whet.editing.methods import loss_of_facts, mean_keys, one_by_one
-from whet.editing.sites import Contexts, Reader, chosen_memories
-from whet.editing.targets import TargetConfig
+from whet.editing.methods import loss_of_facts, mean_keys, memory_output, one_by_one
+from whet.editing.metrics import score_facts
+from whet.editing.record import Batch, Record
+from whet.editing.sites import Contexts, Read, Reader, chosen_memories, hooked, mark_subject
+from whet.editing.statistics import digest_of, gather_moments
+from whet.editing.targets import ESSENCE, TargetConfig, find_targets
+from whet.editing.trace import causal_trace, locate
+from whet.types import UserError
 
 D, F = 5, 9
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -203,3 +213,193 @@ def test_a_bound_holds_on_both_sides() -> None:
     weight = torch.nn.Parameter(moved.clone())
     methods._bound(weight, before, 0.0)  # none
     assert torch.equal(weight.detach(), moved)
+
+
+def test_changes_of_one_matrix_add_up() -> None:
+    policy = fresh()
+    policy.model.requires_grad_(False)
+    (memory,) = chosen_memories(policy.model, (1,))
+    before = memory.matrix().clone()
+    rows, columns = before.shape
+    change = methods.Change()
+    parts = [Delta(normal(rows, r, seed=r), normal(r, columns, seed=9 + r)) for r in (1, 3)]
+    for n, part in enumerate(parts):
+        weight = memory.matrix().norm()
+        change.put(memory, part)
+        assert change.norms[memory.name] == pytest.approx(float(part.dense().norm() / weight), rel=1e-5)
+        assert change.deltas[memory.name].left_DR.shape == (rows, (1, 4)[n])
+    total = sum(part.dense() for part in parts)
+    close = {"rtol": 1e-5, "atol": 1e-5}  # stored in float32
+    torch.testing.assert_close(change.deltas[memory.name].dense().double(), total, **close)
+    torch.testing.assert_close(memory.matrix() - before, total, **close)
+
+
+@pytest.mark.parametrize("clamp", [0.7, 0.02])
+def test_targets_are_those_of_adam_on_the_same_loss(clamp: float) -> None:
+    """torch's Adam on the loss of the paper, each prompt by itself; delta in units of the memory's output."""
+    settings = TargetConfig(steps=4, lr=0.3, kl=0.2, decay=0.4, clamp=clamp, stop_loss=0.0)
+    policy = fresh()
+    policy.model.requires_grad_(False)
+    reader, contexts = Reader(policy), Contexts()
+    (memory,) = chosen_memories(policy.model, (1,))
+    fact = Fact(subject="Ann Oak", prompt="{} lives in", target="Oslo")
+    found = find_targets(reader, memory, [fact], contexts, settings, own_norm=True)
+
+    prompt, essence = (mark_subject(policy.tokenizer, text, fact.subject) for text in (fact.prompt, ESSENCE))
+    answer = policy.tokenizer.encode(" Oslo")[-1]
+    out = memory_output(reader, memory, [fact])[0].float()
+    length = float(out.norm())
+    unit = length / len(out) ** 0.5
+
+    def logprobs(ids: tuple[int, ...], place: int, delta: torch.Tensor) -> torch.Tensor:
+        def add(x_ND: torch.Tensor) -> torch.Tensor:
+            return x_ND.index_add(0, torch.tensor([place]), delta[None])
+
+        with hooked([(memory.module, "out", add)]):
+            return reader.logits(reader.hidden([ids])[len(ids) - 1 :][:1]).log_softmax(-1)[0]
+
+    before = logprobs(essence.ids, essence.last, torch.zeros_like(out))
+    scaled = torch.zeros_like(out, requires_grad=True)
+    adam = torch.optim.Adam([scaled], lr=settings.lr)
+    for _ in range(settings.steps):
+        delta = scaled * unit
+        after = logprobs(essence.ids, essence.last, delta)
+        loss = -logprobs(prompt.ids, prompt.last, delta)[answer]
+        loss = loss + settings.kl * (after.exp() * (after - before)).sum()
+        norm = delta.norm() if bool(delta.detach().norm()) else 0.0
+        loss = loss + settings.decay * norm / length**2
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        with torch.no_grad():
+            scaled.copy_(capped(scaled[None] * unit, torch.tensor([settings.clamp * length]))[0] / unit)
+    torch.testing.assert_close(found.delta_ED[0], scaled.detach() * unit, rtol=1e-3, atol=1e-4 * unit)
+    is_capped = float(found.delta_ED[0].norm()) == pytest.approx(clamp * length, rel=1e-4)
+    assert is_capped == (clamp == 0.02)
+
+
+def test_a_search_ends_where_a_fact_is_sure_enough() -> None:
+    policy = fresh()
+    policy.model.requires_grad_(False)
+    (memory,) = chosen_memories(policy.model, (1,))
+    fact = Fact(subject="Ann Oak", prompt="{} lives in", target="Oslo")
+    steps = [
+        find_targets(
+            Reader(policy), memory, [fact], Contexts(), TargetConfig(steps=6, stop_loss=limit), own_norm=True
+        ).steps_E.tolist()
+        for limit in (0.0, 100.0)
+    ]
+    assert steps == [[6.0], [1.0]]
+
+
+def test_statistics_go_on_behind_the_last_saved_window(tmp_path: Path) -> None:
+    policy = fresh()
+    policy.model.requires_grad_(False)
+    (memory,) = chosen_memories(policy.model, (1,))
+    windows = [
+        tuple(policy.tokenizer.encode(text)) for text in ("Ann Oak lives in Oslo", "Ben Elm eats", "Hello")
+    ]
+    reader = Reader(policy, budget=1)
+    whole = gather_moments(reader, [memory], windows, model_digest="m", folder=tmp_path / "a")[1]
+    home = tmp_path / "b" / statistics._key("m", windows)
+
+    def keys_of(ids: tuple[int, ...]) -> torch.Tensor:
+        places = range(len(ids))
+        read = {"k": Read(memory.module, "in")}
+        return reader.read([ids[: n + 1] for n in places], list(places), read)["k"].double()
+
+    keys = keys_of(windows[0])
+    begun = {"sum_1": keys.t() @ keys, **statistics._counts(len(windows[0]), 1)}
+    statistics._save(home / "partial_1.safetensors", begun)
+    done: list[int] = []
+    resumed = gather_moments(
+        reader, [memory], windows, model_digest="m", folder=tmp_path / "b", advance=done.append
+    )[1]
+    assert done == [1, 1, 1]
+    torch.testing.assert_close(resumed, whole, rtol=1e-5, atol=1e-8)
+    rows = torch.cat([keys_of(row) for row in windows])
+    torch.testing.assert_close(whole, rows.t() @ rows / len(rows), rtol=1e-4, atol=1e-7)
+
+
+def a_record() -> tuple[Any, Record]:
+    policy = fresh()
+    policy.model.requires_grad_(False)
+    return policy, Record(model="m", digest=digest_of(policy.model))
+
+
+def a_batch(policy: Any, record: Record, texts: Sequence[tuple[str, str]], seed: int) -> Batch:
+    (memory,) = chosen_memories(policy.model, (1,))
+    rows, columns = memory.matrix().shape
+    batch = Batch(
+        method="memit",
+        layers=(1,),
+        facts=tuple(Fact(subject=subject, prompt="{} is", target=target) for subject, target in texts),
+        deltas={
+            memory.name: Delta(normal(rows, 1, seed=seed).float(), normal(1, columns, seed=seed + 1).float())
+        },
+        keys={1: torch.arange(len(texts) * columns).view(len(texts), columns) + 1000.0 * seed},
+    )
+    record.keep(policy.model, list(batch.deltas))
+    batch.apply(policy.model)
+    batch.digest = digest_of(policy.model)
+    record.batches.append(batch)
+    return batch
+
+
+def test_originals_are_those_of_before_the_first_batch() -> None:
+    policy, record = a_record()
+    before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
+    for seed in (1, 2):
+        a_batch(policy, record, [("Ann", "x")], seed)
+    record.restore(policy.model)
+    for name, tensor in policy.model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    record.remove(policy.model, ())
+    assert record.batches == []
+
+
+def test_keys_of_earlier_facts_are_those_that_were_written_last() -> None:
+    policy, record = a_record()
+    first = a_batch(policy, record, [("Ann", "x"), ("Ben", "y")], 1)
+    second = a_batch(policy, record, [("Ann", "z"), ("Cid", "x")], 2)
+    expected = torch.cat([first.keys[1][1:], second.keys[1]])
+    assert torch.equal(record.earlier_keys()[1], expected)
+    again = [Fact(subject="Cid", prompt="{} is", target="y")]
+    assert torch.equal(record.earlier_keys(again)[1], expected[:2])
+
+
+def test_a_model_that_is_not_the_records_is_refused() -> None:
+    policy, record = a_record()
+    record.check(policy.model, "here")
+    a_batch(policy, record, [("Ann", "x")], 1)
+    record.check(policy.model, "here")
+    with torch.no_grad():
+        next(policy.model.parameters())[0, 0] += 1
+    with pytest.raises(UserError, match="changed since"):
+        record.check(policy.model, "here")
+
+
+def test_tracing_is_the_mean_of_what_restoring_brings_back_over_what_noise_takes() -> None:
+    """With what the last layer made of the last token put back the answer is as sure as in the clean run."""
+    policy = fresh()
+    reader = Reader(policy)
+    fact = Fact(subject="Ann", prompt="{} lives in", target="Oslo")
+    loud = causal_trace(reader, fact, noise=30.0, num_samples=3, kinds=("hidden",))
+    table = loud.effects["hidden"]
+    assert float(table[-1, -1]) == pytest.approx(loud.clean - loud.corrupted, abs=1e-5)
+    still = causal_trace(reader, fact, noise=1e-6, num_samples=2, kinds=("hidden",))
+    assert still.corrupted == pytest.approx(still.clean, abs=1e-5)
+    assert abs(loud.corrupted - loud.clean) > 1e-4
+    facts = [fact, Fact(subject="Ben", prompt="{} eats", target="figs")]
+    _, means = locate(reader, facts, seed=1)
+    each = [locate(reader, [one], seed=1)[1] for one in facts]
+    assert means == pytest.approx([(a + b) / 2 for a, b in zip(*each, strict=True)], abs=1e-7)
+
+
+def test_drawdown_is_the_relative_rise() -> None:
+    policy = fresh()
+    facts = [Fact(subject="Ann Oak", prompt="{} lives in", target="Oslo")]
+    scores = score_facts(Reader(policy), facts)
+    before, after = (Measured(scores=scores, perplexity=value) for value in (10.0, 12.5))
+    found = report_of(facts, before, after)["metrics"]["perplexity"]
+    assert found == {"before": 10.0, "after": 12.5, "drawdown": 0.25}

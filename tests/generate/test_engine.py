@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +17,9 @@ from needs import needs, require
 from whet.algo.kept import join_kept, keep_only
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate import engine as engine_module
+from whet.generate.cache import KVCache
 from whet.generate.engine import Completion, Engine, Request
+from whet.generate.rows import Rows
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.generate.scoring import score_micro_batch
 from whet.model.attention import AttentionKind
@@ -616,3 +619,58 @@ def test_engine_options_out_of_range(llama: LanguageModel) -> None:
         Engine(llama, stop_ids=(), max_rows=0)
     with pytest.raises(ValueError, match="stop_strings need a decode function"):
         Engine(llama, stop_ids=(), stop_strings=("x",))
+
+
+def test_scores_are_the_trainers_whatever_the_pieces(
+    llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = tuple(range(3, 14))
+    with torch.no_grad():
+        logprobs = llama.logits(torch.tensor([ids]))[0, :, :NUM_VALID].log_softmax(-1)
+    made = Engine(llama, stop_ids=())
+    for length in (1024, 4, 1):
+        monkeypatch.setattr(engine_module, "PIECE_TOKENS", length)
+        with made.session(made.room(1, 1, 1)):
+            found = [token for piece in made.score(ids, 2) for token in piece]
+        assert [token.id for token in found] == list(ids)
+        assert found[0].logprob is None
+        expected = [float(logprobs[place, ids[place + 1]]) for place in range(len(ids) - 1)]
+        assert [token.logprob for token in found[1:]] == pytest.approx(expected, abs=1e-4)
+        assert [token.top[0][0] for token in found[1:]] == logprobs[:-1].argmax(-1).tolist()
+
+
+def test_an_engine_follows_its_model_to_another_precision(llama: LanguageModel) -> None:
+    model = copy.deepcopy(llama)
+    params = SamplingParams(max_new_tokens=6)
+    requests = [Request(prompt_ids=(5, 6, 7), seeds=(1, 2))]
+    kept = Engine(model, stop_ids=())
+    kept.generate(requests, params)
+    model.double()
+    assert kept.generate(requests, params) == Engine(model, stop_ids=()).generate(requests, params)
+
+
+def test_a_row_that_ended_is_drawn_for_without_effect() -> None:
+    rows = Rows.empty(3, 4, torch.device("cpu"))
+    rows.counts.copy_(torch.tensor([0, 2, 2]))
+    rows.positions.copy_(torch.tensor([7, 8, 9]))
+    rows.limits.copy_(torch.tensor([4, 4, 3]))
+    rows.done.copy_(torch.tensor([False, True, False]))
+    rows.tokens[1] = torch.tensor([11, 12, 13, 14, 15])
+    rows.take(slice(0, 3), torch.tensor([5, 6, 7]), torch.tensor([-0.5, -0.6, -0.7]), torch.tensor([5, 6]))
+    assert rows.tokens[:, :-1].tolist() == [[5, 0, 0, 0], [11, 12, 13, 14], [0, 0, 7, 0]]
+    assert rows.tokens[1, -1] == 6, "the spare column"
+    assert rows.logprobs[2, 2] == pytest.approx(-0.7)
+    assert rows.counts.tolist() == [1, 2, 3]
+    assert rows.positions.tolist() == [8, 8, 10]
+    assert rows.last.tolist() == [5, 6, 7]
+    assert rows.done.tolist() == [True, True, True]
+    assert rows.stopped.tolist() == [True, False, False], "the second had ended, the third by its length"
+
+
+def test_what_a_row_remembers_without_keys_moves_with_it() -> None:
+    cache = KVCache.__new__(KVCache)
+    cache.is_tiled, cache._pairs, cache.keys = False, [], torch.zeros(1)
+    cache.inputs, cache.states = {0: torch.arange(6.0).view(3, 2)}, {1: torch.arange(3.0)[:, None]}
+    cache._copy([2], [0], 1)
+    assert cache.inputs[0].tolist() == [[4.0, 5.0], [2.0, 3.0], [4.0, 5.0]]
+    assert cache.states[1].tolist() == [[2.0], [1.0], [2.0]]

@@ -590,3 +590,38 @@ def test_equal_params_are_one_group() -> None:
     assert [members for _, members in by_params(jobs)] == [[0, 2], [1, 3]]
     same = [Job(request=request, seed=0, params=PARAMS[0]) for _ in range(3)]
     assert [members for _, members in by_params(same)] == [None]
+
+
+def test_what_a_request_becomes_as_a_job(policy: Policy, scheduler: Scheduler) -> None:
+    prompt = policy.tokenizer.encode("1+2=")
+    long = SamplingParams(max_new_tokens=10**6, top_k=3)
+    cases = ((long, True), (replace(long, top_k=0), False), (replace(long, temperature=0.0), False))
+    for params, is_recorded in cases:
+        ask = Ask(request=Request(prompt_ids=tuple(prompt), seeds=(1, 2)), params=params, records=True)
+        ticket = scheduler.submit([ask], lambda index, event: None)
+        assert len(ticket.jobs) == 2
+        for job in ticket.jobs:
+            assert job.request.max_new_tokens == scheduler.context - len(prompt)
+            assert (job.kept is not None) == is_recorded
+        ticket.cancel()
+
+
+def test_tokens_that_end_a_completion_are_no_text(policy: Policy) -> None:
+    ids = policy.tokenizer.encode("12")
+    text = TokenText(policy.tokenizer, silent_ids=frozenset(ids[1:]))
+    assert [text.push(index) for index in (*ids, ids[0])] == ["1", "", "1"]
+    assert text.flush() == ""
+
+
+def test_of_several_stop_strings_the_first_in_the_text_cuts() -> None:
+    stops = StopText(("cd", "b"))
+    assert stops.push("abcd") == "a"
+    assert (stops.push("e"), stops.flush()) == ("", "")
+
+
+def test_a_response_thinks_once() -> None:
+    schema = replace(SCHEMAS["think_answer"], opening_in_prompt=False)
+    response = ResponseText(schema)
+    said = f"{schema.think_open}a{schema.think_close}b {schema.think_open}c"
+    piece = response.push(said, last=True)
+    assert (piece.thinking, piece.answer) == ("a", f"b {schema.think_open}c")

@@ -20,8 +20,15 @@ import pytest
 import torch
 
 from whet.kernels.cpu import build
-from whet.storage import commit
-from whet.storage.checkpoint import _machine_differences, load_step, save_step, saved_steps, step_folder
+from whet.storage import checkpoint, commit
+from whet.storage.checkpoint import (
+    LogHashes,
+    _machine_differences,
+    load_step,
+    save_step,
+    saved_steps,
+    step_folder,
+)
 from whet.storage.commit import MANIFEST, DiskFullError, commit_folder, new_folder, recover, verify_folder
 from whet.storage.folder import open_run
 from whet.telemetry.provenance import write_provenance
@@ -536,3 +543,102 @@ def test_a_tensor_that_is_not_finite_is_not_saved(value: float, tmp_path: Path) 
     with pytest.raises(UserError, match=r"step 2: w/exp_avg is not finite and was not saved"):
         save_step(tmp_path, 2, write_model=write_model, tensors=tensors, state={})
     assert saved_steps(tmp_path) == [1]
+
+
+def test_logs_are_hashed_as_they_are_and_only_what_is_new_is_read(tmp_path: Path) -> None:
+    logs, path = LogHashes(tmp_path), tmp_path / "metrics.jsonl"
+
+    def expected() -> dict[str, Any]:
+        content = path.read_bytes()
+        return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+    path.write_text('{"step": 1}\n')
+    assert logs.describe() == {"metrics.jsonl": expected()}
+    with path.open("a") as file:
+        file.write('{"step": 2}\n')
+    assert logs.describe() == {"metrics.jsonl": expected()}
+    path.write_text('{"step": 9}\n')  # cut to less than was read, and other than it was
+    assert logs.describe() == {"metrics.jsonl": expected()}
+
+
+def test_records_are_kept_for_the_checkpoints_that_are(tmp_path: Path) -> None:
+    """A record starts from the checkpoint of the step before; the first one needs none."""
+    for number in range(1, 5):
+        record = tmp_path / "replay" / f"step_{number:08d}"
+        record.mkdir(parents=True)
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    assert saved_steps(tmp_path) == [2, 3]
+    assert names(tmp_path / "replay") == ["step_00000001", "step_00000003", "step_00000004"]
+
+
+def test_a_log_that_was_changed_is_kept_as_found_and_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    save(tmp_path, 1)
+    with path.open("a") as file:  # what came after the checkpoint is cut off by the run
+        file.write('{"step": 2}\n')
+    assert load_step(tmp_path) is not None
+    assert "damaged" not in capsys.readouterr().out
+    path.write_text('{"step": 7}\n')
+    assert load_step(tmp_path) is not None
+    assert "metrics.jsonl: damaged since step_00000001 was saved" in capsys.readouterr().out
+    assert (tmp_path / ".corrupt-metrics.jsonl").read_text() == '{"step": 7}\n'
+
+
+def test_steps_after_the_one_that_is_named_are_set_aside(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=3)
+    found = load_step(tmp_path, 1)
+    assert found is not None
+    assert found.state["step"] == 1
+    assert names(tmp_path / "checkpoints") == [
+        ".later-step_00000002",
+        ".later-step_00000003",
+        "step_00000001",
+    ]
+
+
+def test_a_tensor_of_which_a_part_is_missing_is_refused(tmp_path: Path) -> None:
+    into = {"w": torch.zeros(3, 2)}
+    checkpoint._check(tmp_path, into, {"w": (torch.Size((3, 2)), torch.float32, 6)})
+    for found in (
+        {"w": (torch.Size((3, 2)), torch.float32, 4)},  # a rank's file is not there
+        {"w": (torch.Size((2, 3)), torch.float32, 6)},
+        {"w": (torch.Size((3, 2)), torch.float64, 6)},
+        {},
+    ):
+        with pytest.raises(UserError, match="'w'"):
+            checkpoint._check(tmp_path, into, found)
+
+
+def test_the_threads_of_a_checkpoint_are_taken(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        save(tmp_path, 1)
+        torch.set_num_threads(1)
+        assert load_step(tmp_path) is not None
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_folder_without_files_is_no_checkpoint(tmp_path: Path) -> None:
+    with commit_folder(tmp_path / "empty"):
+        pass
+    with pytest.raises(UserError, match="not as it was written"):
+        verify_folder(tmp_path / "empty")
+
+
+def test_a_config_that_was_edited_is_refused_even_where_it_may_differ(tmp_path: Path) -> None:
+    config = "seed: 1\nsafety:\n  keep: 2\n"
+    open_run(tmp_path, config)
+    written = {"config_sha256": hashlib.sha256(config.encode()).hexdigest()}
+    (tmp_path / "provenance.json").write_text(json.dumps(written))
+    open_run(tmp_path, config.replace("keep: 2", "keep: 3"), resume=True)  # given, not edited
+    (tmp_path / "config.yaml").write_text(config.replace("keep: 2", "keep: 3"))
+    with pytest.raises(UserError, match=r"config\.yaml: changed since the run started"):
+        open_run(tmp_path, config, resume=True)

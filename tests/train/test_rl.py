@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -796,9 +797,78 @@ def test_limits_of_what_may_part_sampler_and_trainer(tiny_policy: PolicyConfig, 
         trust.check(1, far)
     trust.check(1, far | {"rl/staleness": 1.0})
     trust.check(1, far | {"rl/token_age": 0.5})
+    # A sampler with a copy of the weights: no further off than it was at the start, times a factor.
+    copied = rl.Trust(make_config(tiny_policy, tmp_path), ProbeResult(False, 1e-2, mean_gap=1e-3), None)
+    limit = rl.STALE_FACTOR * 1e-3
+    assert rl.STALE_GAP < limit < 0.09
+    copied.check(1, values | {"rl/logprob_gap_mean": 0.99 * limit})
+    with pytest.raises(UserError, match="did not take all of the weights"):
+        copied.check(1, values | {"rl/logprob_gap_mean": 1.01 * limit})
     exact = rl.Trust(make_config(tiny_policy, tmp_path), ProbeResult(True, 0.0), None)
     drifts = values | {"rl/ratio_drift": 1e-3}
     exact.check(1, drifts | {"rl/staleness": 1.0})
     exact.check(1, drifts | {"rl/token_age": 0.5})
     with pytest.raises(UserError, match="ratio drifts"):
         exact.check(1, drifts)
+
+
+def test_hot_sampling_is_warned_of() -> None:
+    assert rl.heat_warnings(rl.HOT) == []
+    assert "gibberish" in rl.heat_warnings(rl.HOT + 0.01)[0]
+
+
+def test_rewards_that_fail_are_told_of_at_the_first_and_at_every_doubling() -> None:
+    reward = base.WeightedReward("mine", 1.0, lambda problem, completion: 0.0)
+    failures = rl.Failures([reward])
+    told = []
+    for reward.failures.count in range(10):
+        told += [(reward.failures.count, line.partition(",")[0]) for line in failures.news()]
+    assert [count for count, _ in told] == [1, 2, 4, 8]
+    assert told[2][1] == "reward 'mine' gave no score 4 times so far"
+    assert failures.count == 9
+
+
+def test_a_kl_above_its_limit_stops_the_run(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    config = make_config(tiny_policy, tmp_path)
+    config = replace(config, algo=replace(config.algo, kl="k3_loss", kl_coef=0.01, kl_stop=0.5))
+    trust = rl.Trust(config, ProbeResult(True, 0.0), None)
+    values = {"rl/staleness": 0.0, "rl/groups_with_signal": 1.0, "rl/correct": 0.5}
+    trust.check(1, values | {"rl/kl": 0.5})
+    with pytest.raises(UserError, match=r"the KL to the reference is 0\.510 nats per token"):
+        trust.check(2, values | {"rl/kl": 0.51})
+
+
+def test_the_rest_of_a_step_is_what_the_loss_does_not_use() -> None:
+    problems = [Problem(uid=str(n), task="t", prompt="", answer="", solution="") for n in range(4)]
+    groups = [Group(problem=problem, samples=()) for problem in problems]
+    collected: Any = SimpleNamespace(rollout=SimpleNamespace(groups=groups), used=(0, 2))
+    assert [group.problem.uid for group in rl.rest_of(collected)] == ["1", "3"]
+
+
+def test_speed_divides_tokens_by_the_time_that_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rl, "step_metrics", lambda *_: {})
+    monkeypatch.setattr(rl.time, "monotonic", lambda: 110.0)
+    samples = [SimpleNamespace(completion_ids=(1,) * n) for n in (2, 4)]
+    rollout = SimpleNamespace(
+        groups=[SimpleNamespace(samples=samples)], generate_seconds=3.0, reward_seconds=0.5
+    )
+    stubs: Any = SimpleNamespace(
+        monitor=None, wait=lambda: (0.25, 1.0), sync_metrics=dict, num_tokens_read=50, rollout=rollout
+    )
+    # Ten seconds in all; sampled after six, so that four were training, and one more beside sampling.
+    found = rl.speed(stubs, stubs, stubs, stubs, torch.device("cpu"), 100.0, 106.0)
+    assert found["rl/train_seconds"] == 5.0
+    assert found["rl/overlap"] == 0.25
+    assert found["rl/tokens_per_second"] == pytest.approx(6 / 10)
+    assert found["rl/generate_tokens_per_second"] == pytest.approx(6 / 3)
+    assert found["rl/train_tokens_per_second"] == pytest.approx(50 / 5)
+
+
+def test_staleness_is_how_many_steps_ago_it_was_sampled(
+    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rl, "rollout_metrics", lambda *_: {})
+    monkeypatch.setattr(rl, "age_metrics", lambda *_: {})
+    collected: Any = SimpleNamespace(step=4, rollout=None, num_refilled=0)
+    found = rl.sampled_metrics(collected, make_config(tiny_policy, tmp_path), 6, None, rl.Failures([]))
+    assert found == {"rl/staleness": 2.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -12,9 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,12 +26,13 @@ from safetensors.torch import load_file
 from whet.generate.policy import Policy, PolicyConfig
 from whet.storage import checkpoint, commit
 from whet.storage.checkpoint import LogHashes, Sameness, load_step, save_step, saved_steps, step_folder
+from whet.telemetry.health import past_rows
 from whet.telemetry.trackers import Tracking
 from whet.train import session, sft
 from whet.train.optim.safety import SafetyConfig, TokenBudget, rehearse, set_deterministic
 from whet.train.optim.step import OptimConfig, forward_backward
 from whet.train.run import Run
-from whet.train.session import Stopped, Writer, load_trained
+from whet.train.session import Interrupted, Session, Skipped, Stopped, Writer, load_trained
 from whet.train.sft import SFTConfig, train
 from whet.types import UserError
 
@@ -546,7 +549,235 @@ def test_a_run_takes_up_what_its_checkpoint_says(tiny_policy: PolicyConfig, tmp_
     assert (run.step, run.best, run.is_skipped) == (2, 0.125, True)
     assert run.last == state["last"]
     assert run.last["sft/loss"] > 0
+    assert run._saved == 2, "nothing is to be saved again before the next step"
+    assert run._history == past_rows(tmp_path, "sft", 2)
+    assert len(run._history) == 2
     moments = load_file(path.parent / "optimizer.safetensors")
     for name, tensor in run.optimizer.tensors().items():
         assert torch.equal(tensor, moments[name])
     assert any(tensor.dim() and float(tensor.abs().max()) > 0 for tensor in moments.values())
+
+
+class Around(NamedTuple):
+    """A run without its programs: what its steps ask of the session is noted."""
+
+    run: Run
+    saves: list[tuple[int, bool, Any]]
+    due: set[int]
+
+
+def around(tiny_policy: PolicyConfig, folder: Path, *, higher: bool = False, **changes: Any) -> Around:
+    config = make_config(tiny_policy, folder, **changes)
+    tracking = Tracking(config.track, folder, enabled=False)
+    run = Run(
+        "sft",
+        config,
+        load_trained(config),
+        tracking,
+        best="eval/x",
+        higher_is_better=higher,
+        headline=(),
+        records=False,
+    )
+    saves: list[tuple[int, bool, Any]] = []
+    due: set[int] = set()
+
+    def save(step: int, *, is_best: bool, training: Any) -> None:
+        saves.append((step, is_best, training))
+
+    asked: Any = SimpleNamespace(is_due=due.__contains__, save=save, stop_if_asked=lambda step: None)
+    run.session = asked
+    return Around(run, saves, due)
+
+
+def held() -> Any:
+    return {"own": torch.ones(2)}, {"cursor": 7}
+
+
+@pytest.mark.parametrize("higher", [False, True])
+def test_the_best_is_the_best_finite_value_so_far(
+    higher: bool, tiny_policy: PolicyConfig, tmp_path: Path
+) -> None:
+    run, saves, _ = around(tiny_policy, tmp_path, higher=higher)
+    sign = -1.0 if higher else 1.0
+    for value in (3.0, 2.0, 2.5, math.nan, -sign * math.inf, 2.0, 1.0):
+        run.step += 1
+        run._values = {"eval/x": value if math.isnan(value) else sign * value}
+        run.end_step(held)
+    run._values = {}  # a step without a validation
+    run.end_step(held)
+    assert [is_best for _, is_best, _ in saves] == [True, True, False, False, False, False, True, False]
+    assert run.best == sign * 1.0
+
+
+def test_steps_are_saved_where_due_and_at_the_end_with_all_that_training_goes_on_from(
+    tiny_policy: PolicyConfig, tmp_path: Path
+) -> None:
+    run, saves, due = around(tiny_policy, tmp_path)
+    due.add(2)
+    run.best, run.last = 0.5, {"sft/loss": 2.0}
+    run._skipped.count = 3
+    for _ in run.steps(end=4):  # a part of the run: not its last step
+        run.step += 1
+        run.end_step(held)
+    assert [training is not None for _, _, training in saves] == [False, True, False, True]
+    tensors, state = saves[1][2]
+    assert state == {"cursor": 7, "best": 0.5, "last": {"sft/loss": 2.0}, "skipped": 3}
+    assert tensors.keys() == {"own", *run.optimizer.tensors()}
+    assert len(tensors) > 1
+
+
+def test_a_part_of_a_step_that_is_given_up_saves_the_step_before_once(
+    tiny_policy: PolicyConfig, tmp_path: Path
+) -> None:
+    run, saves, _ = around(tiny_policy, tmp_path)
+    run.step, run._saved = 5, 5
+    for saved, expected in ((5, []), (4, [5])):
+        run._saved = saved
+        with run.before_update(held):
+            raise Interrupted
+        assert [step for step, _, training in saves if training] == expected
+    with run.before_update(held):
+        pass
+    assert len(saves) == 1
+
+
+def test_where_a_run_stands(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    run, _, _ = around(tiny_policy, tmp_path, num_steps=5)
+    shares = []
+    for run.step in range(5):
+        shares.append(run.progress)
+    assert shares == [0.0, 0.25, 0.5, 0.75, 1.0]
+    run._end = 5
+    due = []
+    for run.step in range(1, 6):
+        due.append(run.is_due(2))
+    assert due == [False, True, False, True, True]
+
+
+def test_an_overflow_is_a_skip_that_is_reported_once(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    run, _, _ = around(tiny_policy, tmp_path)
+    run.optimizer.num_overflows = 2
+    assert not run.is_skipped
+    found = run.end_update({"sft/loss": 1.0, "sft/grad_norm": math.inf}, held)
+    assert found == {"sft/overflows": 2.0}, "an infinite norm is the overflow itself"
+    assert run.is_skipped
+    assert run.end_update({"sft/loss": 1.0, "sft/grad_norm": 1.0}, held) == {}
+    assert not run.is_skipped
+    assert run.end_update({"sft/loss": math.nan, "sft/grad_norm": 1.0}, held) == {"sft/skipped": 1.0}
+    assert run.is_skipped
+
+
+def test_when_a_session_saves(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    config = make_config(tiny_policy, tmp_path, safety=SafetyConfig(save_minutes=1.0))
+    one = Session("sft", config, load_trained(config))
+    assert [step for step in range(1, 9) if one.is_due(step)] == [3, 6, 8]
+    one._saved_at = time.monotonic() - 59
+    assert not one.is_due(1)
+    one._saved_at = time.monotonic() - 61
+    assert one.is_due(1)
+    assert one._stop == 0, "time to save is no reason to stop"
+    one._saved_at = time.monotonic()
+    one._signal = signal.SIGHUP
+    assert one.is_due(1)
+    assert one._stop == signal.SIGHUP
+    with pytest.raises(Stopped) as stopped:
+        one.stop_if_asked(1)
+    assert stopped.value.code == 128 + signal.SIGHUP
+
+
+def test_a_best_policy_is_saved_without_a_checkpoint_and_inputs_with_one(
+    tiny_policy: PolicyConfig, tmp_path: Path
+) -> None:
+    config = make_config(tiny_policy, tmp_path)
+    policy = load_trained(config)
+    (tmp_path / "provenance.json").write_text(json.dumps({"inputs": {"data": "abc"}}))
+    one = Session("sft", config, policy)
+    assert one._inputs
+    one.save(1, is_best=False, training=None)
+    assert not (tmp_path / "checkpoints").exists()
+    one.save(1, is_best=True, training=None)
+    one.save(2, is_best=False, training=held())
+    one._writer.wait()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best", "step_00000002"]
+    state = json.loads((step_folder(tmp_path, 2) / "training" / "state.json").read_text())
+    assert state == {"step": 2, "cursor": 7, "inputs": one._inputs}
+    with torch.no_grad():
+        next(policy.model.parameters())[0, 0] = torch.inf
+    with pytest.raises(UserError, match=r"step 3: parameter \S+ is not finite and was not saved"):
+        one.save(3, is_best=True, training=None)
+
+
+def test_what_is_written_in_the_background_is_what_it_was(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    config = make_config(tiny_policy, tmp_path)
+    one, weight = Session("sft", config, load_trained(config)), torch.ones(3)
+    copies = one._copies({"w": weight})
+    weight.zero_()
+    assert copies["w"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_full_disk_ends_the_last_save_whatever_was_said(
+    tiny_policy: PolicyConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    config = make_config(tiny_policy, tmp_path, safety=SafetyConfig(disk_full="continue"))
+    one = Session("sft", config, load_trained(config))
+
+    def full() -> None:
+        raise commit.DiskFullError("full")
+
+    one._or_continue(full, is_last=False)
+    assert "full; training goes on unsaved" in capfd.readouterr().err
+    with pytest.raises(commit.DiskFullError):
+        one._or_continue(full, is_last=True)
+    for free, fits in ((5 << 20, False), (7 << 20, True)):
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
+        with nullcontext() if fits else pytest.raises(commit.DiskFullError, match="a checkpoint needs 6 MB"):
+            one._check_space(6 * 10**6)
+
+
+def test_steps_that_are_left_out_count_in_a_row_up_to_the_limit() -> None:
+    skipped = Skipped(2)
+    bad, fine = {"sft/loss": math.nan}, {"sft/loss": 1.0}
+    assert [skipped.count_step(values) for values in (bad, fine, bad, bad)] == [1, 0, 1, 2]
+    assert "step 4: sft/loss nan, expected finite" in skipped.tell(4, "do")
+    assert skipped.count_step(bad) == 3
+    with pytest.raises(UserError, match="3 in a row: do"):
+        skipped.tell(5, "do")
+
+
+def test_what_went_wrong_in_the_background_is_raised_once() -> None:
+    writer = Writer(background=True)
+
+    def fail() -> None:
+        raise UserError("disk")
+
+    writer.submit(fail)
+    with pytest.raises(UserError, match="disk"):
+        writer.wait()
+    writer.wait()
+    done: list[int] = []
+    writer.submit(lambda: done.append(1))
+    writer.wait()
+    assert done == [1]
+
+
+def test_a_second_signal_after_a_moment_ends_the_process(
+    tiny_policy: PolicyConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    config = make_config(tiny_policy, tmp_path)
+    one, codes = Session("sft", config, load_trained(config)), list[int]()
+    monkeypatch.setattr(os, "_exit", codes.append)
+    one._on_signal(signal.SIGTERM, None)
+    one._on_signal(signal.SIGTERM, None)  # torchrun sends on what its process group has got already
+    assert codes == []
+    one._signalled_at -= 0.6
+    one._on_signal(signal.SIGTERM, None)
+    assert codes == [128 + signal.SIGTERM]
+    assert "SIGTERM again: ended at once" in capfd.readouterr().err
