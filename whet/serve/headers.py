@@ -117,12 +117,30 @@ def impatient(max_connections: int, refuse: Refuse) -> type[H11Protocol]:
     """
     idle: dict[Impatient, None] = {}
     sending: dict[Impatient, None] = {}
+    turns: dict[Impatient, None] = {}
+    is_due = False
+
+    def take_turn(loop: asyncio.AbstractEventLoop) -> None:
+        # One in each round of the event loop, however many wait: a loop may accept one connection a round, and
+        # behind a thousand short bodies of clients that are gone already an honest one would wait for a minute.
+        nonlocal is_due
+        try:
+            if turns:
+                next(iter(turns)).go_on()
+        finally:
+            is_due = bool(turns)
+            if is_due:
+                loop.call_soon(take_turn, loop)
+
+    def start_turns(loop: asyncio.AbstractEventLoop) -> None:
+        nonlocal is_due
+        is_due = True
+        loop.call_soon(take_turn, loop)
 
     class Impatient(H11Protocol):
         deadline: asyncio.TimerHandle | None = None
         is_refused = False
         num_ahead = num_discarded = 0
-        next_turn: asyncio.Handle | None = None
 
         def __init__(
             self,
@@ -150,13 +168,14 @@ def impatient(max_connections: int, refuse: Refuse) -> type[H11Protocol]:
             if self in idle:
                 self._expect(HEADERS_S)
             self.meter.wire += len(data)
-            if self.next_turn is None:
+            if self not in turns:
                 super().data_received(data)
-            else:
-                self.meter.receive_data(data)
+                return
+            self.meter.receive_data(data)
+            self._bound()
 
         def handle_events(self) -> None:
-            self.next_turn, self.meter.turn = None, TURN_PARTS
+            self.meter.turn = TURN_PARTS
             super().handle_events()
             if self.meter.refusal is not None:
                 self._turn_away(self.meter.refusal)
@@ -169,8 +188,10 @@ def impatient(max_connections: int, refuse: Refuse) -> type[H11Protocol]:
             else:
                 sending.pop(self, None)
             if self.meter.turn <= 0:
-                self.flow.pause_reading()
-                self.next_turn = self.loop.call_soon(self._go_on)
+                turns[self] = None
+                if not is_due:
+                    start_turns(self.loop)
+                self._bound()
 
         def send_400_response(self, msg: str) -> None:
             self._turn_away(ApiError(400, msg.rstrip(".")))
@@ -194,11 +215,16 @@ def impatient(max_connections: int, refuse: Refuse) -> type[H11Protocol]:
             self.connections.discard(self)
             self.transport.abort()
 
-        def _go_on(self) -> None:
-            self.next_turn = None
+        def go_on(self) -> None:
+            del turns[self]
             if not (self.transport.is_closing() or self.is_refused):
                 self.flow.resume_reading()
                 self.handle_events()
+
+        def _bound(self) -> None:
+            """Read no more for now where much waits; else reading goes on, and a client that is gone is noticed."""
+            if len(self.meter.waits) > MAX_HEADER_BYTES:
+                self.flow.pause_reading()
 
         def _turn_away(self, error: ApiError) -> None:
             """Answer, and hear nothing more of this client."""
@@ -247,9 +273,7 @@ def impatient(max_connections: int, refuse: Refuse) -> type[H11Protocol]:
         def _forget(self) -> None:
             self._end()
             sending.pop(self, None)
-            if self.next_turn is not None:
-                self.next_turn.cancel()
-                self.next_turn = None
+            turns.pop(self, None)
 
     return Impatient
 
