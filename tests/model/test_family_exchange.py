@@ -139,7 +139,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         runtimes.answer(Path(command[-1]))
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(parity.subprocess, "run", run)
+    monkeypatch.setattr(parity.processes, "run", run)
     monkeypatch.setattr("whet.model.text.tokenizer.try_template", lambda source, calls: None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's advice on tied tables and Conv1D
