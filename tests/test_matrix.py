@@ -102,7 +102,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "answer": str(n % 7),
             "solution": str(n % 3),
         }
-        for n in range(40)
+        for n in range(100)
     ]
     write_rows(where / "rows.jsonl", rows)
     write_rows(where / "seen.jsonl", [row | {"image": images[n % 3]} for n, row in enumerate(rows)])
@@ -219,7 +219,7 @@ def compared(found: Outcome) -> None:
     """A model and its copy are right and wrong about the same."""
     content = found.json("compare.json")
     (verdicts,) = content["verdicts"]
-    assert verdicts["both right"] + verdicts["both wrong"] == 2
+    assert verdicts["both right"] + verdicts["both wrong"] == len(content["uids"]) > 0
     assert "no difference could be shown" in content["verdict"]
 
 
@@ -304,7 +304,7 @@ IN_BITS = {"quantised": "quantised"}
 BLIND_TO_IMAGES = dict.fromkeys(BLIND, "model reads text alone")
 RL = (
     "--num-steps 1 --num-prompts 2 --group-size 2 --sampling.max-new-tokens 4 --max-dead-steps 9 "
-    "--validation-problems 0 --preflight warn --algo.uninformative keep --rewards length 1"
+    "--validation-problems 0 --preflight warn --algo.uninformative keep --rewards repetition 1"
 )
 FIT = "--num-steps 1 --batch-size 2 --optim.lr 1e-2 --optim.warmup-steps 0"
 SHORT = "--num-problems 2 --num-samples 2 --sampling.max-new-tokens 3"
@@ -390,7 +390,7 @@ ROWS = {
         {"quantised": "quantised already"},
     ),
     "merge": Row("merge MODEL --base BASE --out OUT", same_words, IN_BITS, cheap=True),
-    "plan": Row("plan own --model MODEL --data DATA", planned, FULL_TRAINING),
+    "plan": Row("plan own --model MODEL --data DATA", planned),
     "diagnose": Row(
         "diagnose own --of sft --model MODEL --data DATA --batch-size 2 --repeats 1 --rounds 0 --out OUT",
         diagnosed,

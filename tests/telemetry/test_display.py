@@ -81,6 +81,16 @@ def test_model_text_is_neither_markup_nor_control(kind):
     assert "\\x1b]0;owned\\x07 \\x9b2J \\ud800 \\u202e \\x0d" in " ".join(text.split())
 
 
+@pytest.mark.parametrize(
+    ("total", "unit", "text"), [(1, "pass", "1 pass"), (6, "pass", "6 passes"), (2, "fact", "2 facts")]
+)
+def test_the_first_line_counts_in_words(total: int, unit: str, text: str) -> None:
+    stream = io.StringIO()
+    with PlainDisplay("t", total, (), stream=stream, unit=unit):
+        pass
+    assert stream.getvalue().splitlines()[0] == f"t  {text}"
+
+
 def test_plain_lines_are_few_and_hold_first_and_last_step():
     stream = io.StringIO()
     with PlainDisplay("sft", 1000, ("sft/loss",), stream=stream) as shown:

@@ -245,7 +245,8 @@ class PlainDisplay:
         self._phase: _Phase | None = None
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
-        self._print(f"{title}  {total_steps:,} {unit}{'' if total_steps == 1 else 's'}")
+        ending = "" if total_steps == 1 else "es" if unit.endswith(("s", "x")) else "s"
+        self._print(f"{title}  {total_steps:,} {unit}{ending}")
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Print a line when one is due."""
