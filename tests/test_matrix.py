@@ -33,6 +33,7 @@ from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model, save_model
 from whet.schema import SCHEMAS
+from whet.tasks.base import TaskConfig, load_task
 
 SHAPE = ModelConfig(
     hidden_size=64,
@@ -290,6 +291,12 @@ def rehearsed(found: Outcome) -> None:
     assert not found.out.exists()
 
 
+def looked_at(found: Outcome) -> None:
+    """Rows are shown as they are learnt."""
+    assert found.json("report.json")["rendered"]
+    assert found.passes == 0
+
+
 def diagnosed(found: Outcome) -> None:
     """Nothing fails but what depends on the machine."""
     parts = found.json("diagnose.json")["components"]
@@ -334,11 +341,11 @@ ROWS = {
         f"sft own --model MODEL --data DATA {FIT} --validation-problems 0 --out OUT", trained, FULL_TRAINING
     ),
     "sft, adapter": Row(
-        f"sft own --model MODEL --data DATA {FIT} --validation-problems 0 --lora.rank 2 --out OUT",
+        f"sft own --model MODEL --data DATA {FIT} --validation-problems 0 --lora.rank 4 --out OUT",
         trained_adapter,
     ),
     "rl": Row(f"rl own --model MODEL --data DATA {RL} --out OUT", said_something, FULL_TRAINING),
-    "rl, adapter": Row(f"rl own --model MODEL --data DATA {RL} --lora.rank 2 --out OUT", trained_adapter),
+    "rl, adapter": Row(f"rl own --model MODEL --data DATA {RL} --lora.rank 4 --out OUT", trained_adapter),
     "dpo": Row(f"dpo own --model MODEL --data pairs.jsonl {FIT} --out OUT", trained, FULL_TRAINING),
     "rft": Row(
         "rft demo --task jsonl --task.path DATA --model MODEL --out OUT --dry-run", rehearsed, FULL_TRAINING
@@ -406,7 +413,7 @@ ROWS = {
     "seeds": Row(
         "seeds own --model MODEL --data DATA --seeds 0 1 --out OUT --dry-run", rehearsed, FULL_TRAINING
     ),
-    "data": Row("data jsonl --task.path DATA --tokenizer MODEL --out OUT", lambda found: None),
+    "data": Row("data jsonl --task.path DATA --tokenizer MODEL --out OUT", looked_at),
 }
 """The commands that read a model, or are asked by its tokenizer."""
 LEFT_OUT = {
@@ -476,6 +483,16 @@ def test_it_works_or_is_refused_before_anything_is_computed(
     assert row.refused[kind] in error[-1]
     assert passes == [0]
     assert not out.exists()
+
+
+def test_a_dry_run_counts_the_tokens_of_images_as_the_run_does(home: Path) -> None:
+    """Without weights, too, the folder says how images are cut."""
+    row = json.loads((home / "seen.jsonl").read_text().splitlines()[1])
+    config = PolicyConfig(init=str(home / "seeing"))
+    task = load_task(TaskConfig(name="jsonl", path=str(home / "seen.jsonl")))
+    problem = next(p for p in task.problems("train") if p.prompt == row["question"])
+    planned, real = (len(load_policy(config, seed=0, weights=w).prompt_ids(problem)) for w in (False, True))
+    assert planned == real
 
 
 READERS = {

@@ -45,6 +45,7 @@ from whet.model.weights import (
     as_reward_model,
     build_model,
     load_model,
+    preprocessing_of,
     resize_vocabulary,
     save_model,
     stored_shape,
@@ -772,6 +773,8 @@ def load_policy(
             rows = shape.vocab_size
         with torch.device("meta"):
             model = build_model(replace(shape, vocab_size=max(rows, shape.vocab_size * (folder is not None))))
+        if folder is not None and shape.vision is not None:  # which says how many tokens an image has
+            model.images = ImageStore(preprocessing_of(folder, shape.vision))
     elif folder is None:
         shape = replace(config.model, vocab_size=max(tokenizer.vocab_size, config.padded_vocab_size))
         model = build_model(shape)

@@ -408,7 +408,7 @@ def load_model(
     _open_to_training(model)
     model.sampling_defaults = _sampling_defaults(folder)
     if config.vision is not None:
-        model.images = ImageStore(_preprocessing(folder, config.vision))
+        model.images = ImageStore(preprocessing_of(folder, config.vision))
     return model.eval(), config
 
 
@@ -828,7 +828,7 @@ PREPROCESSING = ("preprocessor_config.json", "processor_config.json")
 """Where a folder says how images are made into patches: in a file of its own, or in one of all processors."""
 
 
-def _preprocessing(folder: Path, vision: VisionConfig) -> Preprocessing:
+def preprocessing_of(folder: Path, vision: VisionConfig) -> Preprocessing:
     """Read how a folder's model wants its images."""
     for name in PREPROCESSING:
         if (folder / name).is_file():

@@ -17,6 +17,7 @@ from whet.cli import Program
 from whet.config import dump_yaml
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.inspect.data.overlap import VIEWS, Overlap, Texts, View, compare, fold_prompts
+from whet.model.weights import stored_shape
 from whet.report.plots import COLOURS, MUTED, STYLE, matplotlib_for
 from whet.storage.folder import dated, open_run
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
@@ -170,6 +171,10 @@ def _policy(config: DataReportConfig, task: Task) -> Policy | None:
         if config.tokenizer == "bytes":
             return None
         chosen = PolicyConfig(tokenizer=config.tokenizer)
+        folder = Path(config.tokenizer).expanduser()
+        # Rows with images are encoded with the images' tokens, which are the model's.
+        if (folder / "config.json").is_file() and stored_shape(folder).vision is not None:
+            chosen = PolicyConfig(init=config.tokenizer)
     elif config.tokenizer != "bytes":
         chosen = replace(chosen, tokenizer=config.tokenizer)
     policy = load_policy(chosen, seed=0, weights=False)
