@@ -254,6 +254,7 @@ TRL_RATIOS: dict[str, Loss] = {
 }
 
 
+@pytest.mark.ci  # importing TRL takes ten seconds a process
 @pytest.mark.parametrize("name", TRL_RATIOS)
 def test_parity_with_trl(name: str) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -26,7 +26,8 @@ from whet.train.optim.step import OptimConfig, Optimizer
 from whet.types import Group, Problem, Sample
 
 peer: Any = Late("trl_peer", reason="TRL is not installed: pip install 'whet-rl[peers]'")
-pytestmark = pytest.mark.filterwarnings("ignore")
+# Importing TRL takes ten seconds of every process.
+pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore")]
 
 MAX_LENGTH, GROUP_SIZE = 12, 4
 GRPO = AlgoConfig(aggregation="sequence_mean", uninformative="keep")

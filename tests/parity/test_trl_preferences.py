@@ -28,7 +28,8 @@ from whet.train.optim.step import OptimConfig
 from whet.types import UserError
 
 peer: Any = Late("trl_peer", reason="TRL is not installed: pip install 'whet-rl[peers]'")
-pytestmark = pytest.mark.filterwarnings("ignore")
+# Importing TRL takes ten seconds of every process.
+pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore")]
 
 OPTIM = OptimConfig(token_budget=40)
 PAIRS_PER_STEP = 5
