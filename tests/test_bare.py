@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
+from email import message_from_string
 from pathlib import Path
 
 import bare
@@ -57,3 +59,26 @@ def test_an_environment_that_is_not_bare_is_an_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bare, "HIDDEN", "sh no-such-program")
     found = bare._found({"PATH": os.environ["PATH"]}, by_path_alone=True)
     assert found == ["sh"]
+
+
+@pytest.mark.ci
+def test_the_source_distribution_has_what_a_clone_has(tmp_path: Path) -> None:
+    bare.copy_tree(bare.ROOT, tree := tmp_path / "tree")
+    code = "from setuptools import build_meta; print(build_meta.build_sdist(r'../dist'))"
+    (tmp_path / "dist").mkdir()
+    subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, timeout=120, check=True)
+    (archive,) = (tmp_path / "dist").glob("whet_rl-*.tar.gz")
+    with tarfile.open(archive) as file:
+        packed = {name.partition("/")[2] for name in file.getnames()}
+    bare.copy_tree(bare.ROOT, clone := tmp_path / "clone")
+    files = {str(path.relative_to(clone)) for path in clone.rglob("*") if path.is_file()}
+    assert len(files) > 900
+    assert files - packed <= {".gitignore"}
+    with tarfile.open(archive) as file:
+        (name,) = (name for name in file.getnames() if name.count("/") == 1 and name.endswith("PKG-INFO"))
+        content = file.extractfile(name)
+        assert content is not None
+        facts = message_from_string(content.read().decode())
+    assert facts["Name"] == "whet-rl"
+    assert "Operating System :: POSIX :: Linux" in facts.get_all("Classifier", [])
+    assert "](docs/" not in facts.get_payload()  # relative links lead nowhere on an index's page

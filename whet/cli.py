@@ -552,7 +552,8 @@ def _refused(error: Exception) -> str:
     name = str(getattr(error, "filename2", None) or getattr(error, "filename", None) or "")
     number = getattr(error, "errno", None) if isinstance(error, OSError) else None
     if number not in _FULL and "No space left on device" not in str(error):  # as safetensors says it
-        remedy = "check the path and its permissions"
+        is_proc = name.startswith("/proc/")
+        remedy = "whet needs /proc: mount it" if is_proc else "check the path and its permissions"
         return f"{name}: {getattr(error, 'strerror', None) or error}; {remedy}" if number and name else ""
     reason = os.strerror(number) if number else "No space left on device"
     return f"{name or 'a file'}: cannot be written ({reason}); free space, then --resume"

@@ -418,6 +418,27 @@ def test_selected_layers_beat_all_nf4_at_equal_bytes(
         quantize.main(replace(config, out=str(tmp_path / "again"), policy=PolicyConfig(init=str(out))))
 
 
+@pytest.mark.usefixtures("few_problems")
+@pytest.mark.ci
+def test_what_is_ended_while_it_measures_leaves_nothing(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quantize, "Study", end)
+    config = quantize.QuantizeConfig(
+        out=str(tmp_path / "small"),
+        policy=PolicyConfig(init=str(trained)),
+        num_calibration=4,
+        num_held_out=4,
+        num_problems=0,
+    )
+    with pytest.raises(KeyboardInterrupt):
+        quantize.main(config)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_solutions_that_exceed_the_context_are_left_out_before_anything_is_read(tmp_path: Path) -> None:
     rows = [
         {"question": f"{n}+1=", "answer": str(n + 1), "solution": "9" * (80 if n % 2 else 1)}

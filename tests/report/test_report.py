@@ -1,13 +1,16 @@
 import json
 import math
+import os
 import re
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from whet import __version__
-from whet.report import plots
+from whet.report import markdown, plots
 from whet.report.markdown import write_report
 from whet.telemetry.log import RunLog
 from whet.telemetry.metrics import METRICS
@@ -221,3 +224,41 @@ def test_a_link_is_neither_followed_out_of_the_folder_nor_written_through(tmp_pa
     assert "hunter2" not in text
     assert secret.read_text() == "key: hunter2\n"
     assert not (run / "report.md").is_symlink()
+
+
+@pytest.mark.parametrize("place", ["own", "whet's", "temporary", "the run's"])
+def test_matplotlib_gets_a_cache_that_can_be_written(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    closed, folder = tmp_path / "file" / "x", tmp_path / "run"
+    monkeypatch.delenv("MPLCONFIGDIR", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config" if place == "own" else closed))
+    monkeypatch.setenv(
+        "XDG_CACHE_HOME", str(closed if place in ("temporary", "the run's") else tmp_path / "cache")
+    )
+    monkeypatch.setattr(tempfile, "tempdir", str(closed if place == "the run's" else tmp_path))
+    plots.matplotlib_for(folder)
+    chosen = os.environ.get("MPLCONFIGDIR", "")
+    monkeypatch.delenv("MPLCONFIGDIR", raising=False)
+    expected = {
+        "own": "",
+        "whet's": str(tmp_path / "cache/whet/matplotlib"),
+        "temporary": str(tmp_path / f"whet-{os.getuid()}/matplotlib"),
+        "the run's": str(folder / ".matplotlib-"),
+    }[place]
+    assert chosen.startswith(expected)
+    assert bool(chosen) == bool(expected)
+    assert not chosen or Path(chosen).is_dir()
+
+
+def test_a_report_without_curves_where_they_cannot_be_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("Matplotlib requires access to a writable cache directory\nand more")
+
+    monkeypatch.setattr("whet.report.markdown.draw_figures", refuse)
+    assert markdown._curve_section({}, tmp_path) == ""
+    reason = "Matplotlib requires access to a writable cache directory"
+    assert capsys.readouterr().err == f"whet: warning: {tmp_path}: no curves were drawn ({reason})\n"

@@ -29,7 +29,7 @@ from whet.model.files import read_json
 from whet.model.lora.files import find_model
 from whet.model.quant import QUANTIZATION, packed_parts, packed_size, places
 from whet.model.transformer import LanguageModel
-from whet.storage.folder import open_run
+from whet.storage.folder import check_folder, open_run
 from whet.tasks.base import TaskConfig, load_task
 from whet.telemetry.display import advancing, open_display
 from whet.telemetry.provenance import write_environment
@@ -144,8 +144,7 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
     has_answers = bool(config.num_problems) and all(kind_of(p) == "solution" for p in rows["held_out"])
     graded = fitting_problems(policy, graded, min_new_tokens=1) if has_answers else []
     folder = Path(config.out)
-    open_run(folder, dump_yaml(config), resumable=False)
-    write_environment(folder)
+    check_folder(folder, resumable=False)
     began = time.monotonic()
 
     steps = count_steps(model) + 6 + len(config.random_seeds) + 4 * len(STEPS) + 3 * bool(graded)
@@ -174,6 +173,9 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
             advance(1)
     chosen = next(point for point in table if point.name == "selected")
     study.apply(choice)
+    # Not before: measuring takes long, and whoever ends it finds nothing of it.
+    open_run(folder, dump_yaml(config), resumable=False)
+    write_environment(folder)
     _save(stored, folder, config, fixed + total(choice), chosen.divergence.kl)
     content: dict[str, Any] = {
         "model": config.policy.init,
