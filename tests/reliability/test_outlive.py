@@ -33,7 +33,7 @@ PROGRAMS = {
     "fuzz": "bench/reliability/fuzz.py --trials 2000",
     "soak": "bench/reliability/soak.py --quick",
     "whet sft --restarts": f"-m whet sft demo {TINY} --restarts 2",
-    "whet seeds": "-m whet seeds demo --of sft --seeds 0 1 --out seeds --set num_steps=5000",
+    "whet seeds": "-m whet seeds demo --of sft --seeds 0 1 --out seeds --num-steps 5000",
     "whet sweep": "-m whet sweep demo --mode quick",
     "whet doctor determinism": "-m whet doctor determinism",
     "whet doctor sandbox": "-m whet doctor sandbox",
