@@ -1172,6 +1172,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("mask", "enumerate(logprobs) if not trained or trained[place]]", "enumerate(logprobs)]"),
         ("mask", "range(first, end) if not trained or trained[place]]", "range(first, end)]"),
         ("bound", "if len(answer) > LONGEST_VOTE:", "if len(answer) >= LONGEST_VOTE:"),
+        ("order", "key=lambda text: (-counts[text], text)", "key=lambda text: -counts[text]"),
+        ("choice", "answers_equal(left, right) and answers_equal(right, left)", "answers_equal(left, right)"),
         ("denominator", "sum(right[vote]) / len(right[vote])", "float(right[vote][0])"),
         (
             "denominator",
@@ -1181,11 +1183,11 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("sign", "math.log(total / count)", "math.log(count / total)"),
         (
             "mask",
-            "for answer in answers if answer is not None).values()",
-            "for answer in answers if answer).values()",
+            "group_votes(answers) if group is not None).values()",
+            "group_votes(answers) if group).values()",
         ),
         ("order", "key=num_characters) - 1", "key=num_characters)"),
-        ("sign", "sum(left != right for left, right", "sum(left == right for left, right"),
+        ("sign", "sum(not _is_same(left, right)", "sum(_is_same(left, right)"),
         ("order", "close = text.rfind(schema.answer_close)", "close = text.find(schema.answer_close)"),
         ("denominator", "round(sum(values) / len(values), 6)", "round(sum(values), 6)"),
     ],
@@ -1301,7 +1303,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("order", 'start = text.rfind("####")', 'start = text.find("####")'),
         ("order", "result = sides[-1]", "result = sides[0]"),
         ("guard", "if len(numbers) == 1 else answer", "if numbers else answer"),
-        ("order", "return letters[-1][1] or letters[-1][2]", "return letters[0][1] or letters[0][2]"),
+        ("order", "range(len(mentions) - 1, -1, -1)", "range(len(mentions))"),
         ("order", '    "tags": from_tags,', '    "box": from_box, "tags": from_tags,'),
         ("guard", 'if "$" not in tail:', "if True:"),
         ("guard", "if reasons:", "if False:"),
@@ -1327,7 +1329,22 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("bound", "if bottom == 0 or top >= bottom:", "if bottom == 0:"),
         ("guard", "top is None or bottom is None or bottom.value == 0", "top is None or bottom is None"),
         ("guard", " or decimal.last_place >= 1:", ":"),
-        ("factor", "hours[i] % 12 + 12 == hours[1 - i]", "hours[i] % 12 == hours[1 - i]"),
+    ],
+    ("rewards/answers/texts.py", ("tests/rewards/test_neighbours.py",)): [
+        ("factor", "hour % 12 + (12 if half", "hour % 12 + (0 if half"),
+        (
+            "order",
+            "month, day = (second, first) if is_day_first",
+            "month, day = (first, second) if is_day_first",
+        ),
+        ("guard", "int(part) > 255", "int(part) > 25"),
+        ("guard", "        and sides == other_sides", "        and True"),
+        ("choice", "2 * num_texts > num_golds", "2 * num_texts > 2 * num_golds"),
+    ],
+    ("rewards/answers/units.py", ("tests/rewards/test_neighbours.py",)): [
+        ("sign", "            sign = -1", "            sign = 1"),
+        ("factor", 'powers[last] *= 2 if word[0] == "s" else 3', "powers[last] *= 1"),
+        ("choice", "return first != second", "return first.keys() != second.keys()"),
     ],
     ("rewards/answers/structure.py", ("tests/rewards/test_equal.py", "tests/rewards/test_equal_forms.py")): [
         (

@@ -170,7 +170,7 @@ PLACES = [
     (BOXED, "so \\boxed{7}", None, "7", "perfect"),
     (BOXED, "<think>a</think>\\boxed{7}", None, "7", "perfect"),
     (BOXED, "\\boxed{1} no, \\boxed{7}", None, "7", "perfect"),
-    (BOXED, "\\boxed{7", None, None, "partial"),
+    (BOXED, "\\boxed{7", None, "7", "partial"),  # read, but not in perfect format
     (BOXED, "so 7", None, None, "none"),
     (HASHES, "a\n#### 1,234", None, "1,234", "perfect"),
     (HASHES, "a\n####", None, None, "partial"),
@@ -179,10 +179,15 @@ PLACES = [
     (ANYWHERE, "the answer is 7", None, None, "none"),
     (NONE, " Hello <think>. ", None, "Hello <think>.", "perfect"),
     (NONE, " \n", None, None, "none"),
-    (LENIENT, "so \\boxed{7}", None, "7", "none"),
+    (LENIENT, "so \\boxed{7}", None, None, "none"),  # thinking is open
+    (LENIENT, "a</think>so \\boxed{7}", "a", "7", "partial"),
+    (LENIENT, "a</think>no, <think>\\boxed{7}", "a", None, "partial"),
     (LENIENT, "a</think><answer>8</answer> \\boxed{7}", "a", "8", "partial"),
     (LENIENT, "so 7", None, None, "none"),
-    (LOOSE, "so it is 7", None, "7", "none"),
+    (LOOSE, "so it is 7", None, None, "none"),
+    (LOOSE, "a</think>so it is 7", "a", "7", "partial"),
+    (HASHES, "a\n#### 7\n\nQuestion: b\n#### 8", None, "7", "perfect"),
+    (BOXED, "\\boxed{7}\n\nQuestion: b\nAnswer: \\boxed{8}", None, "7", "perfect"),
     (
         GPT_OSS,
         "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>7<|return|>",

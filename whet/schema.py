@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from whet.config import closest, from_dict, read_yaml
-from whet.rewards.answers.extract import extract_answer, from_box, from_hashes
+from whet.rewards.answers.extract import extract_answer, from_box, from_hashes, own_turn
 from whet.types import UserError
 
 AnswerPlace = Literal["tag", "boxed", "hashes", "anywhere", "whole"]
@@ -331,8 +331,9 @@ class ResponseSchema:
 
         An answer in tags is the text of the *last closed* answer block after the thinking was closed, so that tags
         quoted in the thinking do not count; while the thinking is not closed, any closed block counts. In another place
-        it is the last one after the thinking; thinking that was opened and not closed has none. A completion that a
-        stop string cut right after `answer_close` parses as perfect.
+        it is the last one after the thinking; thinking that was opened and not closed has none, neither there nor by
+        `fallback`. Where the model goes on to ask itself a new question, the completion ends. A completion that a stop
+        string cut right after `answer_close` parses as perfect.
 
         Args:
             completion: Decoded generated text, without the prompt.
@@ -344,25 +345,35 @@ class ResponseSchema:
 
     def _parse(self, completion: str) -> ParsedResponse:
         body = self.generation_prefix + completion
-        thinking, after = None, body
-        if self.think_open:
-            close, start = body.find(self.think_close), body.find(self.think_open)
-            thinking = body[start + len(self.think_open) : close] if 0 <= start < close else None
-            if close >= 0:
-                after = body[close + len(self.think_close) :]
-            elif start >= 0 and self.answer_place != "tag":
-                after = ""  # what stands in unfinished thinking is not an answer yet
-        answer = self._find(after)
-        is_perfect = answer is not None and self._is_tight(body)
-        if answer is None:
-            answer = FALLBACKS[self.fallback](body)
+        close, start = (body.find(tag) if tag else -1 for tag in (self.think_close, self.think_open))
+        thinking = body[start + len(self.think_open) : close] if 0 <= start < close else None
+        after = self.after_thinking(completion)
+        answer = self._find(body if after is None and self.answer_place == "tag" else after or "")
+        is_closed = self.answer_place != "boxed" or from_box(after or "", closed=True) is not None
+        is_perfect = answer is not None and is_closed and self._is_tight(body)
+        if answer is None and after is not None:
+            closed = body if body.endswith(after) else body[: body.rfind(self.think_open)]
+            answer = FALLBACKS[self.fallback](after) or FALLBACKS[self.fallback](closed)
         if is_perfect:
             return ParsedResponse(thinking, answer, "perfect")
         found = any(mark in completion for mark in (*self.tags, *self.marks))
         return ParsedResponse(thinking, answer, "partial" if found else "none")
 
+    def after_thinking(self, completion: str) -> str | None:
+        """Return what follows the thinking, all of a completion without any; None while thinking is open."""
+        body = self.generation_prefix + completion
+        if not self.think_open:
+            return body
+        close = body.find(self.think_close)
+        if close < 0:
+            return None if self.think_open in body else body
+        rest = body[close + len(self.think_close) :]
+        reopened = rest.rfind(self.think_open)
+        return rest[:reopened] if reopened > rest.rfind(self.think_close) else rest
+
     def _find(self, text: str) -> str | None:
         """Return the answer in its place, or None."""
+        text = own_turn(text)
         match self.answer_place:
             case "tag":
                 return _last_block(text, self.answer_open, self.answer_close)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from itertools import accumulate
+from itertools import accumulate, permutations
 
 import pytest
 
@@ -17,6 +17,7 @@ from whet.eval.confidence import (
     canonical,
     count_hedges,
     count_revisions,
+    group_votes,
     measure_confidence,
     token_span,
     vote_score,
@@ -125,6 +126,16 @@ def test_votes() -> None:
     assert answer_entropy(["", "1", None]) == pytest.approx(math.log(2))
     assert answer_entropy(["1", "1.0", None, "2", "2"]) == pytest.approx(math.log(2))
     assert (answer_entropy(["5", " 5"]), answer_entropy([None])) == (0.0, None)
+    # What the grader calls equal votes together, in whichever order: maj@5 is right here.
+    halves = [r"\frac{1}{2}", r"\dfrac{1}{2}", "1/2", "2", "2"]
+    for order in permutations(halves):
+        assert vote_share(order) == 3 / 5
+        assert vote_score(order, [text != "2" for text in order]) == 1.0
+    # 50% is 50 and 0.5, which are two answers: it votes with the more frequent one, then with the first in order.
+    for order in permutations(["50%", "50", "50", "0.5"]):
+        groups = dict(zip(order, group_votes(order), strict=True))
+        assert groups["50%"] == groups["50"] != groups["0.5"]
+    assert len(set(group_votes(["x", "X", "10-20", "20-30", "A", "a"]))) == 5
     assert canonical("1/2") == canonical("0.5") == canonical("$0.50$")
     assert canonical("Yes.") == canonical(" yes")
     assert canonical("1") != canonical("2")

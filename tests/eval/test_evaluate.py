@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -169,14 +170,38 @@ def test_grade_takes_the_answer_block_unless_told_otherwise(policy: Policy) -> N
     (strict,) = grade(policy, TASK, [(FIRST, text, ids)])
     assert (strict.answer, strict.is_correct, strict.verdict) == (None, False, "none")
     assert strict.thinking_tokens == len(ids)
-    (lenient,) = grade(policy, TASK, [(FIRST, text, ids)], answer_from="anywhere")
+    # Thinking that is cut off has no answer; a model that ends without closing what the prompt opened knows no tag.
+    (open_,) = grade(policy, TASK, [(FIRST, text, ids)], answer_from="anywhere")
+    assert (open_.answer, open_.is_correct, open_.answer_step) == (None, False, None)
+    ended = [*ids, policy.stop_ids[0]]
+    (lenient,) = grade(policy, TASK, [(FIRST, text, ended)], answer_from="anywhere")
     assert (lenient.answer, lenient.is_correct, lenient.answer_step) == ("132", True, "phrase")
+    for thought in ("<think>it is 132", r"<think>\boxed{132}", "7</think>... <think>the answer is 132"):
+        (graded,) = grade(policy, TASK, [(FIRST, thought, ended)], answer_from="anywhere")
+        assert graded.answer is None, thought
     # In a plain chat the whole text is the answer, in which evaluation may look for it.
     plain = Policy(policy.model, policy.tokenizer, SCHEMAS["none"])
     (whole,) = grade(plain, TASK, [(FIRST, text, ids)])
     assert (whole.answer, whole.answer_step) == (text, "schema")
     (found,) = grade(plain, TASK, [(FIRST, text, ids)], answer_from="anywhere")
     assert (found.answer, found.is_correct, found.answer_step) == ("132", True, "phrase")
+    # A program is all that follows the thinking, whatever numbers it or the words around it have.
+    task = SimpleNamespace(
+        name="code", answer_type="program", is_correct=lambda problem, answer: "add" in answer
+    )
+    text = "</think>```python\ndef add(a, b):\n    return a + b\n```\nIt adds 2 numbers."
+    (program,) = grade(policy, task, [(FIRST, text, ids)], answer_from="anywhere")
+    assert (program.answer, program.is_correct, program.answer_step) == (text[8:], True, "whole")
+    task = SimpleNamespace(
+        name="choice", answer_type="choice", is_correct=lambda problem, answer: answer == "B"
+    )
+    (letter,) = grade(policy, task, [(FIRST, "</think>I take (B), that is 5.", ids)], answer_from="anywhere")
+    assert (letter.answer, letter.answer_step) == ("B", "letter")
+    task = SimpleNamespace(
+        name="yes_no", answer_type="yes_no", is_correct=lambda problem, answer: answer == "No"
+    )
+    (word,) = grade(policy, task, [(FIRST, "</think>No, 21 is 3 * 7.", ids)], answer_from="anywhere")
+    assert (word.answer, word.answer_step) == ("No", "verdict")
     # A block of the run's own schema is what counts, even where another number stands in a box.
     other = Policy(policy.model, policy.tokenizer, SCHEMAS["working_out_solution"])
     text = r"1<end_working_out><SOLUTION>7</SOLUTION> \boxed{132}"

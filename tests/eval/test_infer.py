@@ -121,6 +121,9 @@ def test_lists_have_prompts_and_answers_and_vectors_are_judged(models: Path, tmp
 
     # S0-07: the vector in any layout, and never its sum.
     seed = own_problem("logprobs * Advantages?", "[60, 270, 90, 180]")
+    versions = [own_problem(f"Which {gold}?", gold) for gold in ("1.2.3", "1.10", "v2.0")]
+    assert not OwnProblems(versions).is_correct(versions[1], "1.1")
+    assert OwnProblems(versions[1:2]).is_correct(versions[1], "1.1")
     task = OwnProblems([seed])
     assert all(
         task.is_correct(seed, text) for text in ("60\n270\n90\n180", "60, 270, 90, 180", "[60 270 90 180]")

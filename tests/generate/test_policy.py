@@ -265,6 +265,19 @@ def test_what_is_saved_asks_the_same_again(schema: Any, template: Any, tmp_path:
         assert torch.equal(ours, loaded), name
 
 
+@pytest.mark.parametrize(
+    ("template", "schema", "stops"),
+    [
+        ("base", "hashes", ("\nQuestion:",)),
+        ("base", "think_answer", ("</answer>", "\nQuestion:")),
+        ("base", "none", ()),  # the whole text counts
+        ("plain", "hashes", ()),
+    ],
+)
+def test_a_base_model_stops_before_it_asks_itself_a_question(template: Any, schema: Any, stops: Any) -> None:
+    assert load_policy(replace(BYTES, schema=schema, template=template), seed=3).stop_strings == stops
+
+
 def test_what_is_saved_can_be_overruled(tmp_path: Path) -> None:
     load_policy(replace(BYTES, schema="reasoning_answer", template="base"), seed=3).save(tmp_path)
     other = load_policy(PolicyConfig(init=str(tmp_path), schema="think_answer", template="plain"), seed=0)

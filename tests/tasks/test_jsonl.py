@@ -175,6 +175,20 @@ def test_bad_rows_and_duplicates(tmp_path: Path) -> None:
     assert (len(task.bad_rows), task.num_duplicates) == (1, 1)
 
 
+def test_a_column_of_dates_or_versions_is_compared_as_text(tmp_path: Path) -> None:
+    """2022 is not the first of January 2024, whatever its figures amount to; among versions 1.10 is not 1.1."""
+    golds = ["2024-01-01", "2024-02-13", "1.10", "2023-12-31"]
+    path = tmp_path / "dates.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"When {gold}?", "answer": gold}) + "\n" for gold in golds))
+    task = Jsonl(path)
+    by_gold = {p.answer: p for split in ("train", "dev", "test") for p in task.problems(split)}
+    assert {problem.meta["column"] for problem in by_gold.values()} == {"text"}
+    assert task.is_correct(by_gold["2024-01-01"], "January 1, 2024")
+    assert not task.is_correct(by_gold["2024-01-01"], "2022")
+    assert not task.is_correct(by_gold["1.10"], "1.1")
+    assert task.is_correct(by_gold["1.10"], "1.10.")
+
+
 def test_file_is_split_by_prompt(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{index // 2}", "answer": "4", "solution": str(index)} for index in range(4000)]
     path = write(tmp_path, *rows, name="all.jsonl") / "all.jsonl"

@@ -12,7 +12,10 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 
+from whet.rewards.answers.equal import answers_equal
 from whet.rewards.answers.extract import from_box, from_hashes, from_phrase
 from whet.rewards.answers.numbers import parse_number
 from whet.schema import ResponseSchema
@@ -152,8 +155,11 @@ def count_revisions(text: str, schema: ResponseSchema) -> int:
     A statement is an answer block of the schema, a `\boxed{...}`, the format `#### ...` or an "answer is ...". Equal
     answers in another spelling (5 and 5.0) are not a change.
     """
-    stated = [canonical(answer) for answer in _statements(text, schema)]
-    return sum(left != right for left, right in zip(stated, stated[1:], strict=False))
+    return sum(not _is_same(left, right) for left, right in pairwise(_statements(text, schema)))
+
+
+def _is_same(left: str, right: str) -> bool:
+    return canonical(left) == canonical(right) or _equals_all(left, [right])
 
 
 def canonical(answer: str) -> str:
@@ -166,6 +172,48 @@ def canonical(answer: str) -> str:
     return short if number is None else str(number.value)
 
 
+def group_votes(answers: Sequence[str | None]) -> list[int | None]:
+    """Group the answers that the grader calls equal (`answers_equal`, both ways).
+
+    That is not transitive (50 % is 50 and 0.5), so an answer joins a group only if it equals all its members, and the
+    most frequent spellings choose first: the groups do not depend on the order of the samples.
+
+    Args:
+        answers: One answer per sample; None has no vote.
+
+    Returns:
+        The number of each answer's group.
+    """
+    spellings = [None if answer is None else _spelling(answer) for answer in answers]
+    counts = Counter(spelling for spelling in spellings if spelling is not None)
+    groups: list[list[str]] = []
+    group_of: dict[str | None, int | None] = {None: None}
+    for spelling in sorted(counts, key=lambda text: (-counts[text], text)):
+        place = next((at for at, group in enumerate(groups) if _equals_all(spelling, group)), len(groups))
+        groups[place:place] = [[]] if place == len(groups) else []
+        groups[place].append(spelling)
+        group_of[spelling] = place
+    return [group_of[spelling] for spelling in spellings]
+
+
+def _spelling(answer: str) -> str:
+    """Normalise white space, and write a plain number as a fraction: most answers then need no comparison."""
+    is_short = len(answer) <= LONGEST_VOTE
+    short = " ".join(answer.split()) if is_short else answer
+    number = parse_number(short) if is_short else None
+    return short if number is None else str(number.value)
+
+
+def _equals_all(spelling: str, group: Sequence[str]) -> bool:
+    return len(spelling) <= LONGEST_VOTE and all(_are_equal(*sorted((spelling, other))) for other in group)
+
+
+@lru_cache(maxsize=1 << 15)
+def _are_equal(left: str, right: str) -> bool:
+    """Compare two answers once for all measures that count votes; the gold answer may be either."""
+    return len(right) <= LONGEST_VOTE and answers_equal(left, right) and answers_equal(right, left)
+
+
 def vote_share(answers: Sequence[str | None]) -> float:
     """Return the share of a problem's samples with its most frequent answer; a sample without an answer has no vote.
 
@@ -175,13 +223,13 @@ def vote_share(answers: Sequence[str | None]) -> float:
     Source:
         Self-consistency, arXiv 2203.11171: the size of the majority.
     """
-    votes = Counter(canonical(answer) for answer in answers if answer is not None)
+    votes = Counter(group for group in group_votes(answers) if group is not None)
     return max(votes.values(), default=0) / len(answers)
 
 
 def answer_entropy(answers: Sequence[str | None]) -> float | None:
     """Return the entropy of a problem's answers over its samples, nats: 0 if all agree; None if none answers."""
-    counts = Counter(canonical(answer) for answer in answers if answer is not None).values()
+    counts = Counter(group for group in group_votes(answers) if group is not None).values()
     total = sum(counts)
     return sum(count / total * math.log(total / count) for count in counts) if total else None
 
@@ -196,7 +244,7 @@ def vote_score(answers: Sequence[str | None], verdicts: Sequence[bool]) -> float
         answers: One answer per sample, None without one.
         verdicts: Whether each sample is right.
     """
-    votes = [None if answer is None else canonical(answer) for answer in answers]
+    votes = [None if group is None else str(group) for group in group_votes(answers)]
     right: dict[str | None, list[bool]] = {}
     for vote, verdict in zip(votes, verdicts, strict=True):
         right.setdefault(vote, []).append(verdict)

@@ -8,11 +8,15 @@ from typing import Literal
 
 from whet.eval.confidence import Confidence
 from whet.generate.policy import Policy
-from whet.rewards.answers.extract import extract_answer_with_step
+from whet.rewards.answers.extract import DEFAULT_STEPS, STEPS_OF, extract_answer_with_step
 from whet.schema import FormatVerdict
+from whet.tasks.base import answer_type_of, tasks_inside
+from whet.tasks.mixture import PART
 from whet.types import ManyJudge, Problem, Task
 
 AnswerFrom = Literal["schema", "anywhere"]
+WHOLE = "whole"
+"""Step of an answer that is all that follows the thinking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,7 @@ class Grade:
         is_correct: Whether it is right.
         verdict: Format verdict of the schema.
         thinking_tokens: Tokens before the closing thinking tag; all tokens if there is none.
-        answer_step: Where the answer was found: 'schema', or a step of `whet.rewards.answers.extract`.
+        answer_step: Where the answer was found: 'schema', a step of `whet.rewards.answers.extract`, or 'whole'.
         is_judged: False if the task gave no verdict (its sandbox failed): the answer is then neither right nor wrong.
     """
 
@@ -84,7 +88,8 @@ def grade(
         task: Judges the answers, in batches if it can.
         items: Problem, decoded completion and its tokens.
         answer_from: 'schema' takes the answer block only; 'anywhere' falls back to boxes, phrases and the
-            last number.
+            last number, outside of open thinking; a program is all that follows the thinking. Thinking that only the
+            prompt opened ends with the completion, unless that is cut off.
 
     Returns:
         For each: answer, correctness, format and length of the thinking.
@@ -92,10 +97,13 @@ def grade(
     parsed = [policy.schema.parse(text) for _, text, _ in items]
     found: list[tuple[str | None, str | None]] = []
     is_whole = policy.schema.answer_place == "whole"
-    for (_, text, _), response in zip(items, parsed, strict=True):
+    for (problem, text, ids), response in zip(items, parsed, strict=True):
         answer = None if is_whole else response.answer  # a whole text is searched, too
-        if answer is None and answer_from == "anywhere":
-            found.append(extract_answer_with_step(text))
+        rest = policy.schema.after_thinking(text)
+        if rest is None and policy.schema.think_open not in text and _has_ended(policy, text, ids):
+            rest = text  # only the prompt opened the thinking: this model does not know the tag
+        if answer is None and answer_from == "anywhere" and rest is not None:
+            found.append(_anywhere(task, problem, rest, text))
         else:
             found.append((response.answer, None if response.answer is None else "schema"))
     right = judge_answers(
@@ -114,6 +122,26 @@ def grade(
         )
         for (_, _, ids), response, (answer, step), is_correct in zip(items, parsed, found, right, strict=True)
     ]
+
+
+def _has_ended(policy: Policy, text: str, ids: Sequence[int]) -> bool:
+    """Say whether a completion came to its end, in contrast to one that is cut off."""
+    return (bool(ids) and ids[-1] in policy.stop_ids) or any(stop in text for stop in policy.stop_strings)
+
+
+def _anywhere(task: Task, problem: Problem, rest: str, text: str) -> tuple[str | None, str | None]:
+    """Find an answer wherever it stands: the task's type of answer decides.
+
+    A program, and a text that is judged without a gold answer, is all that follows the thinking.
+    """
+    inside = tasks_inside(task)
+    own = inside.get(problem.meta.get(PART)) or next(iter(inside.values()))
+    answer_type = answer_type_of(own)
+    if answer_type == "program" or not getattr(own, "needs_gold", True):
+        return rest.strip() or None, WHOLE if rest.strip() else None
+    steps = STEPS_OF.get(answer_type, DEFAULT_STEPS)
+    answer, step = extract_answer_with_step(rest, steps)
+    return (answer, step) if answer is not None or rest == text else extract_answer_with_step(text, steps)
 
 
 def judge_answers(task: Task, items: Sequence[tuple[Problem, str | None]]) -> list[bool | None]:

@@ -35,7 +35,7 @@ from whet.model.routing import Routing, times_read
 from whet.model.steering import Steering, read_steering
 from whet.model.text.boards import boards, compose_embeddings
 from whet.model.text.chat import in_user_turn, render_passages
-from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
+from whet.model.text.template import BASE_STOP, BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import LanguageModel, LlamaLike, init_weights
 from whet.model.vision.asking import flattened, images_in
@@ -236,11 +236,14 @@ class Policy:
         self.folder = folder
         self.replays_experts = False
         self.routings: list[Routing] | None = None
-        closings = {stop: tokenizer.encode(stop) for stop in schema.stop_strings}
+        # A base model would go on with a question of its own; where the whole text counts, nothing is cut.
+        is_asked = tokenizer.chat_template == BASE_TEMPLATE and schema.answer_place != "whole"
+        own = (BASE_STOP,) if is_asked and not schema.stop else ()
+        closings = {stop: tokenizer.encode(stop) for stop in (*schema.stop_strings, *own)}
         single = {stop: ids[0] for stop, ids in closings.items() if len(ids) == 1}
         single = {stop: index for stop, index in single.items() if index in tokenizer.special_ids}
         self.stop_ids = tuple(sorted(tokenizer.stop_ids | set(single.values())))
-        self.stop_strings = tuple(stop for stop in schema.stop_strings if stop not in single)
+        self.stop_strings = tuple(stop for stop in closings if stop not in single)
 
     @property
     def device(self) -> torch.device:

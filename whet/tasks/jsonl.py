@@ -10,6 +10,7 @@ from typing import Any
 
 from whet.model.vision.reading import Urls, shown
 from whet.rewards.answers.equal import answers_equal
+from whet.rewards.answers.texts import column_of
 from whet.schema import AnswerType
 from whet.tasks.choice import has_options
 from whet.tasks.columns import Columns, Content, accepted_in, read_row, recognise
@@ -33,6 +34,8 @@ from whet.types import Problem, UserError, problem_uid
 
 SHOWN = 160
 """Characters of the sample row that `Jsonl.recognised` shows of each field."""
+COLUMN = "column"
+"""Label in a problem's `meta`: what most gold answers of its data are, where that decides how one is read."""
 TOOLS, CALLS = "tools", "tool_calls"
 """Labels in a problem's `meta`: JSON list of tool definitions, and of the calls that its reply makes."""
 
@@ -149,7 +152,8 @@ class Jsonl:
         """Judge an extracted final answer."""
         if answer is None or not problem.answer:
             return False
-        return any(answers_equal(answer, gold) for gold in problem.answers)
+        column: Any = problem.meta.get(COLUMN, "")
+        return any(answers_equal(answer, gold, column=column) for gold in problem.answers)
 
     def _found_parts(self) -> dict[str, Part]:
         """Return what to read on the hub: as the table has it, unless something else is asked for."""
@@ -255,6 +259,7 @@ class Jsonl:
     def _unique(self, source: str, contents: Sequence[tuple[int, Content]]) -> list[Problem]:
         problems: dict[str, Problem] = {}
         seen: set[Content] = set()
+        column = column_of(content.answer for _, content in contents if content.answer)
         for number, content in contents:
             if content in seen:
                 self.num_duplicates += 1
@@ -267,7 +272,11 @@ class Jsonl:
                 said = (content.key, gold, content.solution, content.reply)
                 uid = problem_uid(self.name, "\x00".join(said[: 4 if content.reply else 3]), names)
             meta = {"file": source, "line": str(number), "prompt_uid": prompt_uid}
-            meta |= {name: text for name, text in ((TOOLS, content.tools), (CALLS, content.calls)) if text}
+            meta |= {
+                name: text
+                for name, text in ((TOOLS, content.tools), (CALLS, content.calls), (COLUMN, column))
+                if text
+            }
             problems[uid] = Problem(
                 uid=uid,
                 task=self.name,

@@ -15,6 +15,7 @@ from whet.eval.record import GREEDY, StoredEval, append_lines, as_row
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams
 from whet.rewards.answers.equal import answers_equal
+from whet.rewards.answers.texts import column_of
 from whet.telemetry.display import advancing, open_display
 from whet.telemetry.hardware import HardwareMonitor
 from whet.telemetry.log import read_rows
@@ -37,6 +38,7 @@ class OwnProblems:
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self._problems = list({problem.uid: problem for problem in problems}.values())
+        self._column = column_of(problem.answer for problem in self._problems if problem.answer)
 
     def problems(self, split: str) -> list[Problem]:
         """Return the questions; there is one split."""
@@ -47,7 +49,8 @@ class OwnProblems:
         """Judge an answer; False where the right one is not known (then there is no verdict)."""
         if answer is None:
             return False
-        return any(answers_equal(answer, gold, ordered=True) for gold in problem.answers if gold)
+        golds = filter(None, problem.answers)
+        return any(answers_equal(answer, gold, ordered=True, column=self._column) for gold in golds)
 
 
 def own_problem(

@@ -33,6 +33,9 @@ BASE_TEMPLATE = (
 """For base models without a template, any domain. The cue ends with a line break: a trailing space would be a token
 that training texts never have there, because BPE joins a space to the next word."""
 
+BASE_STOP = "\nQuestion:"
+"""Where a base model that was asked by `BASE_TEMPLATE` goes on to ask itself the next question."""
+
 PLAIN_TEMPLATE = (
     "{% for message in messages if message['role'] != 'system' %}{{ message['content'] }}{% endfor %}"
 )

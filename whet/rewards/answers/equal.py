@@ -33,14 +33,15 @@ from whet.rewards.answers.expression import Node
 from whet.rewards.answers.extract import LONGEST_TAIL, Boxed, all_boxes, boxed_list, from_box
 from whet.rewards.answers.identity import constant_rounds_to, decimal_tolerance, expressions_equal, same_curve
 from whet.rewards.answers.latex import WORD_CLOSE, WORD_OPEN, clean
+from whet.rewards.answers.markup import without_markup
 from whet.rewards.answers.numbers import (
+    Number,
     numbers_equal,
     parse_decimal_comma,
     parse_number,
-    same_clock_time,
     spelled_number,
 )
-from whet.rewards.answers.scripts import ANSWER_IS, FOREIGN, VERDICTS, fold, numeral_in_digits
+from whet.rewards.answers.scripts import ANSWER_IS, VERDICTS, fold, numeral_in_digits
 from whet.rewards.answers.structure import (
     NAME,
     UNORDERED_KINDS,
@@ -51,7 +52,8 @@ from whet.rewards.answers.structure import (
     Value,
     parse_value,
 )
-from whet.rewards.answers.units import units_conflict
+from whet.rewards.answers.texts import Column, formulas_equal, is_word, read_text, texts_equal, words_equal
+from whet.rewards.answers.units import money_in_words, money_ratio, units_conflict
 
 MAX_CHARACTERS = 4000
 """Longer answers are compared as text only."""
@@ -62,10 +64,10 @@ _BOX_AFTER_BOX = re.compile(r"\}\s*\\f?box(?:ed)?\{")
 _PLAIN = re.compile(r"[-+]?[0-9.,]{1,40}(?:[eE][-+]?[0-9]{1,3})?(?:/[0-9.]{1,40})?")
 _SINGLE = re.compile(r"\{([A-Za-z0-9])\}|(?<=_)\{([A-Za-z0-9]+)\}")
 _IDLE_SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
-_IDLE_PROSE = re.compile(rf"(?<![a-z0-9])(?:a|an|the)(?=\s[a-z]{{3}})|[\s\"'`.,!?{WORD_OPEN}{WORD_CLOSE}]")
 _CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice) |[选選][项項]? ?)?\(?([A-Ja-j])[).:]?")
 _LABELLED = re.compile(
-    r"(?:\(([A-J])\) +(?=[A-Za-z0-9])|([A-J])[).:] +(?=[A-Za-z]))(?!.*(?:\b(?:or|and)\b|\([A-J]\)))[A-Za-z0-9 ,.'$%-]+"
+    r"(?:(?:[Oo]ption|[Cc]hoice) )?(?:\(([A-J])\) +|([A-J])[).:] +)(?=[^\s,;.])"
+    r"(?!(?:or|and)\b|.*(?:\b(?:or|and) \(?[A-J]\b|\([A-J]\)|\b[A-J][).:] )).+"
 )
 """An option with its wording: `(D) the cube`."""
 _LABEL = re.compile(
@@ -76,13 +78,14 @@ _SENTENCE = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z\s,.'!?:-]*")
 _NO_MARKS = str.maketrans("", "", WORD_OPEN + WORD_CLOSE)
 _ENGLISH_VERDICTS = frozenset({"yes", "no", "true", "false"})
 _FUNCTION = re.compile(r"[A-Za-z] ?\( ?[a-z] ?\)")
-_PROSE = re.compile(rf"[^\\^_=+*/<>|{{}}()\[\]]*[A-Za-z{FOREIGN}][^\\^_=+*/<>|{{}}()\[\]]*")
 _RESIDUE = re.compile(r"((?:(?!mod).)+?) ?mod ?((?:(?!mod).)+)")
 _SET_SIGNS = frozenset({"union", "∩", "∖"})
 _REALS = frozenset({"ℝ", "(-∞,∞)", "(-∞,+∞)", "allrealnumbers", "allreals", "allrealx"})
 
 
-def answers_equal(prediction: str, gold: str, *, ordered: bool = False, plain_number: bool = False) -> bool:
+def answers_equal(
+    prediction: str, gold: str, *, ordered: bool = False, plain_number: bool = False, column: Column = ""
+) -> bool:
     """Judge an extracted answer by the rules in the module's docstring.
 
     Args:
@@ -91,6 +94,7 @@ def answers_equal(prediction: str, gold: str, *, ordered: bool = False, plain_nu
         ordered: True when bare comma lists are vectors, whose order matters.
         plain_number: True when the prediction must be a written number, not an expression: in arithmetic, copying the
             question ("17*24") must not pay.
+        column: What most gold answers of the data are (`whet.rewards.answers.texts.column_of`).
 
     Returns:
         True when both are the same answer. Never raises; bounded in time.
@@ -101,7 +105,9 @@ def answers_equal(prediction: str, gold: str, *, ordered: bool = False, plain_nu
     boxes = _boxes_of(prediction) if len(left) <= LONGEST_TAIL else ()
     if boxes and not plain_number and _boxes_equal(boxes, right, ordered):
         return True
-    if _PLAIN.fullmatch(left) and _PLAIN.fullmatch(right):  # fast path, for most answers of most tasks
+    if (
+        column != "text" and _PLAIN.fullmatch(left) and _PLAIN.fullmatch(right)
+    ):  # fast path, for most answers of most tasks
         first, second = parse_number(left), parse_number(right)
         if first is not None and second is not None:
             return numbers_equal(first, second)
@@ -112,16 +118,23 @@ def answers_equal(prediction: str, gold: str, *, ordered: bool = False, plain_nu
         return True
     if max(len(left), len(right)) > MAX_CHARACTERS:
         return False
-    left, right = _stated(left), _stated(right)
+    left, right = without_markup(_stated(left)), without_markup(_stated(right))
     if any(map(_BOX_AFTER_BOX.search, (left, right))):
         return False
-    left, right = clean(left), clean(right)
+    left, right = clean(money_in_words(left)), clean(money_in_words(right))
     if not left or not right:
+        return False
+    read = read_text(right)
+    if column == "text" or (column == "words" and is_word(right) and right.lower() not in VERDICTS):
+        return texts_equal(left, right, read)
+    if formulas_equal(left, right) or (read is not None and texts_equal(left, right, read)):
+        return True
+    if read is not None and read.kind == "date" and "=" not in left:  # its comma makes no list
         return False
     left, right = _as_digits(left), _as_digits(right)
     if _squeeze(left) == _squeeze(right):
         return True
-    if _SENTENCE.fullmatch(left) and _SENTENCE.fullmatch(right) and _words_equal(left, right):
+    if _SENTENCE.fullmatch(left) and _SENTENCE.fullmatch(right) and words_equal(left, right):
         return True
     return _values_equal(parse_value(left), parse_value(right), ordered)
 
@@ -331,8 +344,14 @@ def _leaves_equal(left: Leaf, right: Leaf) -> bool:
     verdicts = [VERDICTS.get(text.lower()) for text in texts]
     if all(verdicts) or _ENGLISH_VERDICTS.intersection(text.lower() for text in texts):
         return verdicts[0] == verdicts[1]
-    if _choices_equal(*texts) or same_clock_time(*texts):
+    if _choices_equal(*texts):
         return True
+    read = read_text(right.text)
+    if read is not None:
+        return texts_equal(left.text, right.text, read)
+    other = read_text(left.text)
+    if other is not None and other.kind not in ("pair", "words"):
+        return False  # a date is not 2018, whatever its figures amount to
     residues = _RESIDUE.fullmatch(texts[0]), _RESIDUE.fullmatch(texts[1])
     if residues[0] and residues[1]:
         return all(_leaves_equal(Leaf(residues[0][i]), Leaf(residues[1][i])) for i in (1, 2))
@@ -340,7 +359,7 @@ def _leaves_equal(left: Leaf, right: Leaf) -> bool:
     (_, first_unit, first_percent), (_, second_unit, second_percent) = left.parts, right.parts
     if first is not None and second is not None:
         if units_conflict(first_unit, second_unit):
-            return False
+            return _same_money(first, first_unit, second, second_unit)
         if first_percent == second_percent:
             return numbers_equal(first, second)
         if first_unit or second_unit:
@@ -349,7 +368,7 @@ def _leaves_equal(left: Leaf, right: Leaf) -> bool:
         return numbers_equal(percent, plain) or percent.value == plain.value * 100
     trees = left.tree, right.tree
     if first_percent != second_percent or units_conflict(first_unit, second_unit) or None in trees:
-        return _words_equal(left.text, right.text)
+        return words_equal(left.text, right.text)
     assert left.tree is not None
     assert right.tree is not None
     if expressions_equal(left.tree, right.tree, decimal_tolerance(left.parts[0], right.parts[0])):
@@ -358,18 +377,25 @@ def _leaves_equal(left: Leaf, right: Leaf) -> bool:
     return any(number is not None and constant_rounds_to(tree, number) for number, tree in sides)
 
 
+def _same_money(first: Number, first_unit: str, second: Number, second_unit: str) -> bool:
+    """Compare dollars or euros with cents."""
+    if ratio := money_ratio(first_unit, second_unit):
+        return first.value * ratio == second.value
+    return first.value == second.value * money_ratio(second_unit, first_unit) != 0
+
+
 def _choices_equal(left: str, right: str) -> bool:
     """Compare the letters of `(B)`, `B.`, `b`, where one side may include the option's text."""
     first, second = _CHOICE.fullmatch(left), _CHOICE.fullmatch(right)
     if first is not None and second is not None:
         return first[1].lower() == second[1].lower()
     letter, worded = (first, _LABELLED.fullmatch(right)) if first else (second, _LABELLED.fullmatch(left))
+    if letter is None and worded is not None and (other := _LABELLED.fullmatch(right)) is not None:
+        texts = [
+            text[label.end(label.lastindex or 1) :].lstrip(").: ")
+            for text, label in ((left, worded), (right, other))
+        ]
+        return worded[worded.lastindex or 1] == other[other.lastindex or 1] and _squeeze(
+            texts[0]
+        ) == _squeeze(texts[1])
     return letter is not None and worded is not None and letter[1].upper() in worded.groups()[:2]
-
-
-def _words_equal(left: str, right: str) -> bool:
-    """Compare prose without regard to case, spaces and quotes."""
-    if not (_PROSE.fullmatch(left) and _PROSE.fullmatch(right)):
-        return False
-    first, second = (_IDLE_PROSE.sub("", text.lower()) for text in (left, right))
-    return bool(first) and first == second

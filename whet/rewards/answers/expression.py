@@ -70,6 +70,7 @@ _NAMES = sorted([*FUNCTIONS, "sqrt", "pi", "frac", "theta", "alpha", "beta", "la
 _NAME = re.compile("|".join(_NAMES))
 _NUMERAL = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9.]))?")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
+_DIGIT_OR_POINT = frozenset("0123456789.")
 _LETTERS = re.compile(r"[A-Za-z]+")
 _SUBSCRIPT = re.compile(r" ?_ ?(?:\{([A-Za-z0-9,+*^\\ -]{1,24})\}|([A-Za-z0-9]|\\[a-z]{2,8}))")
 _MEMBERS = re.compile(r"(?:gcd|lcm|max|min|floor|ceil)(?= ?[({⦃\[])")
@@ -166,7 +167,7 @@ class _Parser:
                 start = self.position
                 factor = self.power()
                 both_powers = factors[-1].op == factor.op == "pow"
-                if start > 0 and self.text[start].isdigit() and not both_powers:
+                if start > 0 and self.text[start] in _DIGIT_OR_POINT and not both_powers:
                     raise ParseError("two numerals in a row")
                 factors[-1:] = _mixed_number(factors[-1], factor, self.text[start : start + 5])
             else:

@@ -2,7 +2,11 @@
 
 The chain is tags, then the last box, then "the answer is", then `####`, then the last number; before that last resort a
 number is taken with the formula around it, and a lone option letter or verdict counts. Text in other scripts is folded
-first (`whet.rewards.answers.scripts`), so that every step sees ASCII digits and punctuation.
+first (`whet.rewards.answers.scripts`), so that every step sees ASCII digits and punctuation, and markup is removed.
+
+Which part of a completion holds its answer: what follows its thinking, up to the point where the model asks itself a
+new question. Open thinking has no answer. A denied answer ("it is not 72") is none, and of several that are offered
+("A or B") none is chosen: they are returned together, and equal nothing.
 
 Completions are untrusted and may be 128 KB of one repeated tag, so every step is one linear pass (`find`,
 `rfind`, or a scan whose alternatives cannot overlap); there is no `.*?` anywhere.
@@ -12,8 +16,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 
+from whet.rewards.answers.latex import clean
+from whet.rewards.answers.markup import without_markup
 from whet.rewards.answers.scripts import (
     ABOUT,
     FINAL_VERBS,
@@ -30,6 +36,7 @@ from whet.rewards.answers.scripts import (
     fold,
     start_of_reason,
 )
+from whet.rewards.answers.texts import LONGEST_TEXT, Text, read_text
 
 ANSWER_OPEN = "<answer>"
 ANSWER_CLOSE = "</answer>"
@@ -40,6 +47,8 @@ LONGEST_TAIL = 64 * 1024
 
 _BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|\\.|\{+|\}+", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
+_FENCES = re.compile(r"(?:\s|\$|\\[\])]|\.(?![0-9]))+$")
+"""What ends a line behind an open box: delimiters of mathematics, a full stop."""
 LONGEST_FORMULA = 2000
 """Longest formula (in characters); a longer text between math delimiters is not one."""
 
@@ -50,9 +59,24 @@ LONGEST_SCALED = 60
 LONGEST_REMARK = 100
 """Longest line (in characters) that counts as an answer without saying so."""
 
-_PHRASE = re.compile(r"answer\*{0,3}(?: is| ?[:=])[:*]{0,3}", re.IGNORECASE)
+_PHRASE = re.compile(r"answer\*{0,3}(?: is(?!n't|n\u2019t)| ?[:=])[:*]{0,3}", re.IGNORECASE)
+_DOUBTED = re.compile(
+    r"(?:(?:not|n't) (?:think|believe|say|suppose|mean|true|likely|possible)|doubt|unlikely|impossible|false)"
+    r"(?! but)[^.!?;,\n]{0,20}$",
+    re.IGNORECASE,
+)
+"""Words before "the answer is" that deny it."""
+_CORRECTED = re.compile(
+    r", (?:no,? wait|wait,? no|wait|sorry|actually|I mean|correction)[,:]? (?:no, )?(?:it is |it's |I mean |"
+    r"that's )?(?=\S)"
+)
 _SURE = re.compile(r"(?:for sure|definitely|clearly|certainly) \(?([A-J])\)?(?=[,.]|$)")
-_ASIDE = re.compile(r",? (?:because|since) |, (?:which|so|as|it|obviously|of course)(?: |$)")
+_ASIDE = re.compile(
+    r"[,;]? \(?(?:because|since|given that|due to) |[,;] (?:which|so|as|it|obviously|of course|therefore|thus|hence|"
+    r"where|"
+    r"meaning|making|for|and (?:that|this|so|we|it|he|she|they|you|I|the))(?: |$)| [-–—]{1,2} (?:because|since|as|"
+    r"which|so) "
+)
 _ONLY_BOXES = re.compile(r"[\s$]*(?:\\[(\[]\s*)?\\boxed ?\{[^{}]*\}[\s$]*(?:and|,)[\s$]*\\boxed")
 """A text that starts with boxes. Two may be a change of mind, three are a list."""
 _CORRECTION = re.compile(
@@ -61,6 +85,52 @@ _CORRECTION = re.compile(
 )
 """Words between two boxes that take the first one back."""
 _VERB = re.compile(r" (?:is|are|equals) ")
+MAX_DENIED = 3
+"""Phrases that deny an answer, after which no earlier one is looked for."""
+MAX_UNIT_WORDS = 4
+"""Most words behind a number that are taken for its unit."""
+_DENIED_START = re.compile(
+    r"(?:(?:certainly|definitely|clearly|surely|therefore|thus|hence|so|simply|just|probably) )?(?:not|neither|"
+    r"never)\b(?! only)",
+    re.IGNORECASE,
+)
+_INSTEAD = re.compile(
+    r"(?:,? but(?: rather| instead)?|[,;] (?:rather|instead|it is|it's|it must be)|; )(?: (?:it is|it's))? "
+)
+_REJECTED = re.compile(r"(?<=[0-9)\]}$%A-J]),? (?:and )?(?:not|rather than|instead of|as opposed to) ")
+"""What follows is another answer, which is rejected: "72, not 73"."""
+_LEAD = re.compile(
+    r"(?:(?:therefore|thus|hence|then|so|simply|just|clearly|indeed|exactly|precisely|obviously|of course|definitely|"
+    r"certainly|actually|in fact|approximately|about|around|roughly|equal to|given by|found to be|a total of|now|still|"
+    r"only|going to be|always)[,:]? )+(?=[-+$\\(\[]|[0-9])",
+    re.IGNORECASE,
+)
+"""Words before a number that do not change it."""
+_HEDGE = re.compile(
+    r"(?<![A-Za-z])(?:or|nor|not|than|either|neither|between|least|most|never|no|cannot|unless|if|fewer|less|almost|"
+    r"nearly|"
+    r"maybe|perhaps|versus|vs)(?![A-Za-z])|n't\b",
+    re.IGNORECASE,
+)
+"""Words beside which a number is not the answer alone."""
+_REMARK = re.compile(
+    r"\((?:(?!\b(?:or|not|mod)\b)[A-Za-z ,-]){3,60}\)|"
+    r"\((?:= ?)?[0-9.]{1,12} ?[-+*/×] ?[0-9.]{1,12}[0-9 .*/+×=-]{0,20}\)"
+)
+_NOT_A_REMARK = re.compile(
+    r"[0-9\\$=+*/^<>|{}\[\]()_&~]|(?<![A-Za-z])(?:mod|to|plus|minus|times|squared?|cubed|pi)(?![A-Za-z])"
+)
+_END_OF_UNIT = re.compile(
+    r"[,;:.!?–—-]| (?:in|on|at|for|from|by|with|when|while|after|before|during|until|once|so|then|therefore|thus|"
+    r"hence|that|"
+    r"which|who|where|as|because|since|total|left|altogether|overall|each|apiece|long|tall|wide|high|deep|old|away|"
+    r"now|today|"
+    r"of|and|but|is|are|was|were|will|has|have|had|can|could|would|should|must|he|she|it|they|we|i|you|the|this|all|"
+    r"here|there|"
+    r"only|again|too|indeed|exactly|remaining|more|per(?= (?:person|child|student|customer)))(?![A-Za-z])",
+    re.IGNORECASE,
+)
+"""The first word behind a number that belongs to no unit."""
 _WORDS_INSIDE = re.compile(
     r"\\[a-zA-Z]{0,12}(?:text|rm|box|name)[a-z]{0,12} ?\{[^{}]*\}|\\(?:begin|end) ?\{[A-Za-z*]*\}(?:\{[lcr|]*\})?"
 )
@@ -80,11 +150,79 @@ _LIST = re.compile(
 )
 _RESULT = re.compile(r"[-+\u2212\\$(]?[^A-Za-z,=<>]*[0-9][^A-Za-z,=<>]*")
 _LETTER = re.compile(
-    r"(?:(?:option|choice|it's|it is) (?:is )?|[选選](?:[择擇项項])?(?:是|为|為)?:? ?)[(*]{0,3}([A-J])(?![A-Za-z'])"
-    r"|(?<![A-Za-z0-9_])\(([A-J])\)"
+    r"(?:(?:[Oo]ption|[Cc]hoice|[Ll]etter|[Aa]nswer|[Ii]t's|[Ii]t is|[Ii]t must be|[Cc]hoose|[Pp]ick|[Ss]elect|"
+    r"go(?:ing)? with)"
+    r"(?: is)?:? |[选選](?:[择擇項项])?(?:是|为|為)?:? ?)[(*]{0,3}([A-J])(?![A-Za-z'])"
+    r"|(?<![A-Za-z0-9_(])([A-HJ])\)?(?= (?:is|must be|has to be) (?:(?:the|therefore|thus|clearly|definitely) )?"
+    r"(?:correct|right|true|best|answer|only))"
+    r"|(?<![A-Za-z0-9_])\((?P<bare>[A-J])\)"
 )
-_LABELLED = re.compile(r"\(?([A-J])[).:] [A-Za-z]")
+_BARE_LETTER = re.compile(
+    r"(?<![A-Za-z0-9_'(.])([B-HJ]|A(?=[.,;:!?)]|$| (?:and|or|is|are)\b))(?![A-Za-z0-9_'(])"
+)
+"""An option letter in a short text without digits or formulas."""
+_FORMULAIC = re.compile(r"[0-9\\$=+*/^<>|{}\[\]_]")
+"""An option letter; in brackets alone (group `bare`) it counts only where no number follows."""
+MAX_QUESTIONS = 3
+"""Questions in a completion at which it may be cut."""
+_ASKS = (
+    r"(?:question|problem|exercise|q|frage|pregunta|pergunta|domanda|вопрос|问题|問題|质问|질문|问|題目|题目)"
+)
+_NEXT_QUESTION = re.compile(
+    rf"\n[ \t#>*_]*(?:(?:(?:next|new|another|follow-up) )?{_ASKS}(?: ?[#(]?(?P<number>[2-9]|[1-9][0-9]{{1,2}})\)?|"
+    rf" ?[#(]?1\)?)?[*_]{{0,3}} ?[:：.](?=[*_\s]|$|[^\s0-9])"
+    r"|(?:#{1,4} )?(?:question|problem|exercise)(?: [0-9]{1,3}[*_]{0,3}[ \t]*(?=\n|$))"
+    r"|#{1,4} (?:question|problem|exercise)[ \t]*(?=\n|$)|\[(?:question|problem|user|human)\]"
+    r"|(?:here is|here's|now,?|let's (?:try|do|solve)) (?:a|an|the|is)?(?: |(?<= ))(?:new|another|next|different) "
+    r"(?:question|problem)"
+    r"|(?P<role>(?:user|human|student|### ?(?:instruction|input|user|human|question))[*_]{0,3}:))"
+    r"|\n?(?P<token><[|｜](?:user|im_start[|｜]>user|start_header_id[|｜]>user|User)|<start_of_turn>user|\[INST\]"
+    r"|<[|｜](?:endoftext|im_end|eot_id|end_of_text|end▁of▁sentence)[|｜]>|<eos>|<end_of_turn>)",
+    re.IGNORECASE,
+)
+"""A line with which the model asks itself a new question, or speaks as the user."""
+THOUGHTS = ("think", "thinking", "thought", "reasoning")
+"""Tags that thinking is written between."""
+_STATED_MARKS = ("\\boxed", "####", "<answer>")
+_LABELLED = re.compile(
+    r"\(?([A-J])[).:] +(?!(?:is|are|was|were|has|must|would|can|cannot|does|fails|works|holds|seems|"
+    r"looks)\b)[A-Za-z0-9$\\(-].*"
+)
+_DENIAL_BEFORE = re.compile(
+    r"(?:(?<![A-Za-z])(?:(?:all|anything|everything|any) but|not(?! only)|cannot|never|neither|nor|without|except|"
+    r"instead of|rather than|other than)|n't"
+    r"|(?:rul|eliminat|exclud|reject|discard)[a-z]{1,4}(?: out)?)"
+    r"(?:,? (?:be|been|equal|equals|to|the|an?|answer|option|choice|letter|correct|right|is|it|think|believe|say|"
+    r"that|either|"
+    r"both|have|choose|pick|select|take|go|with|and|or|nor|really|exactly|at all|\(?[A-J]\)?)){0,7},? ?[(*$]{0,3}$",
+    re.IGNORECASE,
+)
+"""A denial that governs what follows: "does not fit is (C)" denies no letter."""
+_DENIAL_AFTER = re.compile(
+    r"[)*$\]\\]{0,3}(?:,? (?:and|or|nor) \(?[A-J](?![A-Za-z])\)?){0,3},? "
+    r"(?:(?:is|are|was|were|seems|looks|must be|would be|can be|has to be) (?:clearly |obviously |also |definitely |"
+    r"both |all )?"
+    r"(?:not|wrong|incorrect|false|ruled out|eliminated|excluded|impossible|invalid|out(?![A-Za-z])|too )"
+    r"|(?:cannot|can't|isn't|aren't|wasn't|doesn't|does not|fails|won't|did not|didn't|couldn't|"
+    r"could not)(?![A-Za-z]))",
+    re.IGNORECASE,
+)
+_DENIED_NUMBER = re.compile(
+    r"[*$\\)\]]{0,4} (?:is|are|was) (?:clearly |obviously |also )?(?:not (?:the |a |an )?(?:right |correct )?"
+    r"(?:answer|correct|right|it(?![a-z])|possible|allowed)"
+    r"|wrong|incorrect|false|impossible|too (?:big|small|large|high|low|many|few|much))",
+    re.IGNORECASE,
+)
+_CLAUSE_END = re.compile(
+    r"[;:!?\n]|\. |, (?!(?:and|or|nor|equal|exactly)\b)|(?<![Aa]ll)(?<!thing) but | so | hence | therefore "
+)
+_REASON = re.compile(r"(?<![A-Za-z])(?:because|since|as|for|given that)(?![A-Za-z])", re.IGNORECASE)
+_OFFERED = r"(?:,? (?:or|and)(?: else)?(?: maybe| perhaps| possibly)?|, (?:maybe|perhaps|possibly)) (?:option |choice )?[(*]{0,3}"
+_OFFERED_AFTER = re.compile(rf"[)*]{{0,3}}(?:{_OFFERED}|/\(?)([A-HJ])(?![A-Za-z'])")
+_OFFERED_BEFORE = re.compile(rf"(?<![A-Za-z])([A-HJ])\)?\*{{0,2}}(?:{_OFFERED}|/)$")
 _VERDICT = re.compile(rf"\(?[A-Ja-j]\)?|{'|'.join(map(re.escape, VERDICTS))}", re.IGNORECASE)
+_STARTING_VERDICT = re.compile(r"(?:^|\n|[.!?] )\W{0,3}(yes|no|true|false)(?=[\s.,;:!*]|$)", re.IGNORECASE)
+_LEADING_VERDICT = re.compile(r"(?:yes|no|true|false)(?=[,;:—–-]| because| since)", re.IGNORECASE)
 _SENTENCE_END = re.compile(rf"\n|[.!?](?=[\s\"*{FOREIGN}]|$)|[。！？؟]")
 _COUNTED = re.compile(rf"(?:{ABOUT})? ?([-+\u2212$]?[0-9][0-9.,/]*) ?(%|{WORD})?")
 """A number with a counter or a currency behind it: `42个`, `约 42 元`."""
@@ -98,6 +236,24 @@ _NUMBER = re.compile(
     r"|(?<![0-9,(\[])[0-9]+,[0-9]{1,2}(?![0-9,)\]])|[0-9]+)?(?:(?<![0-9,])\.[0-9]+|(?<=[0-9])(?:\.[0-9]+)?)"
     r"(?:/[0-9]+(?:\.[0-9]+)?)?(?:[ ]?\\?%)?"
 )
+_LEADING_NUMBER = re.compile(
+    rf"(?:{_NUMBER.pattern})(?![0-9A-Za-z^_]|[.,:/][0-9]| ?[-+*/^=<>\\\[{{]| ?\((?![A-Za-z]|"
+    rf"(?:= ?)?[0-9.]{{1,12}} ?[-+*/×])|\(| [0-9])"
+)
+_OFFERED_NUMBER = re.compile(
+    r"(?<![-+*/=<>$0-9.,])(?<![-+*/=<>] )([0-9][0-9.,]{0,20})(?: [a-z]{1,12})?,? or (?:else |maybe |perhaps |"
+    r"possibly |even )?$"
+)
+_HALF_OF_DAY = re.compile(r" ?[ap]\.? ?m(?![A-Za-z])", re.IGNORECASE)
+_LAST_ASIDE = re.compile(r"(?<=[A-Za-z.%]) \((?=[^()]*[a-z]{3})[^()=]{3,80}\)[\s.!]*$")
+"""A remark in brackets that ends a text: "72 apples (36 red and 36 green)."."""
+_EQUATED = re.compile(r" ?[-+*/=<>^]")
+_LABEL_BEFORE = re.compile(
+    r"(?:week|day|step|part|chapter|year|case|room|row|question|problem|verse) $", re.IGNORECASE
+)
+_AROUND = ".,;:!?'\"*$`"
+_WHOLE = frozenset({"date", "time", "address", "version", "phone", "code"})
+"""Kinds of text that are read whole, where a number in them is the last one."""
 _NUMBER_CHARACTERS = frozenset("0123456789.,/+-\u2212$%\\ ")
 _DIGITS = "0123456789"
 _DIGIT = re.compile("[0-9]")
@@ -110,20 +266,28 @@ def from_tags(text: str) -> str | None:
     return text[start + len(ANSWER_OPEN) : end].strip() or None if start >= 0 else None
 
 
-def from_box(text: str) -> str | None:
-    r"""Return the content of the last closed `\boxed{...}` or `\fbox{...}`, braces nested; also `\boxed 5`.
+def from_box(text: str, *, closed: bool = False) -> str | None:
+    r"""Return the content of the last `\boxed{...}` or `\fbox{...}`, braces nested; also `\boxed 5`.
 
-    Of nested boxes the outer one is returned. Escaped braces (`\{`) do not nest. A Minerva close ("The final answer
-    is $7$. I hope it is correct.") after the last box takes its place.
+    Of nested boxes the outer one is returned. Escaped braces (`\{`) do not nest. A last box that is not closed ends
+    with its line. A Minerva close ("The final answer is $7$. I hope it is correct.") after the last box replaces it.
+
+    Args:
+        text: Any text.
+        closed: Whether a box must be closed.
     """
     text = _with_backslash(text[-LONGEST_TAIL:])
     if max(text.rfind("\\boxed"), text.rfind("\\fbox")) < 0:
         return None
-    contents, bare_at, braced_at = _boxes(text)
+    contents, bare_at, braced_at, open_at = _boxes(text)
     outer = _outer(contents)
     hope = text.rfind("I hope it is correct")
     if hope > 0 and "final answer is" in text[max(bare_at, braced_at) : hope].lower():
         return (from_phrase(text[:hope]) or "").strip('\\" ') or None
+    if open_at > max(bare_at, braced_at) and not closed:
+        line = text[open_at:].partition("\n")[0]
+        if content := _FENCES.sub("", line).strip():
+            return content
     content = _bare_box(text, bare_at) if bare_at > braced_at else None
     if content or len(outer) < 2:
         return content or _joined(text, contents)
@@ -189,8 +353,13 @@ def _with_backslash(text: str) -> str:
     return text.replace("\x08oxed", "\\boxed").replace("\\beginboxed", "\\boxed") if "oxed" in text else text
 
 
-def _boxes(text: str) -> tuple[list[tuple[int, int, int]], int, int]:
-    """Find the closed boxes (positions of command, content and closing brace), and the last with and without brace."""
+def _boxes(text: str) -> tuple[list[tuple[int, int, int]], int, int, int]:
+    """Find the closed boxes (positions of command, content and closing brace), and the last of other kinds.
+
+    Returns:
+        The closed boxes; where the last box without a brace ends, where the last closed one ends, and where the content
+        of the last one that is never closed starts; -1 without one.
+    """
     first = _BOX.search(text)
     contents: list[tuple[int, int, int]] = []
     opened: list[int] = []  # where each open brace's content starts, negative for braces without a box
@@ -213,7 +382,7 @@ def _boxes(text: str) -> tuple[list[tuple[int, int, int]], int, int]:
         elif mark in ("\\boxed", "\\fbox"):
             box_ended_at = token.end()
             bare_at = token.end() if text[token.end() : token.end() + 1] != "{" else bare_at
-    return contents, bare_at, braced_at
+    return contents, bare_at, braced_at, max(opened, default=-1)
 
 
 def _outer(contents: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -255,13 +424,28 @@ def _bare_box(text: str, start: int) -> str | None:
 
 
 def from_phrase(text: str) -> str | None:
-    """Return what follows the last "answer is" or "answer:" in its sentence, without `$` and bold marks."""
-    start = end_of_phrase(text)
-    for match in _PHRASE.finditer(text):
-        start = max(start, match.end())
-    if start < 0:
-        return None
+    """Return what follows the last "answer is" or "answer:" in its sentence, without `$` and bold marks.
+
+    A phrase that denies ("the answer is not 5") counts only if none affirms; then it is returned with its "not".
+    """
+    phrases = {match.end(): match.start() for match in _PHRASE.finditer(text)}
+    starts = sorted({end_of_phrase(text), *phrases} - {-1})
+    denied = None
+    for start in starts[: -1 - MAX_DENIED : -1]:
+        answer = _from_phrase_at(text, start)
+        before = phrases.get(start, 0)
+        if answer and _DOUBTED.search(text[max(0, before - LONGEST_GAP) : before]):
+            answer = f"not {answer}"
+        if answer is None or not _DENIED_START.match(answer):
+            return answer or denied
+        denied = denied or answer
+    return denied
+
+
+def _from_phrase_at(text: str, start: int) -> str | None:
     start += len(text[start : start + 16]) - len(text[start : start + 16].lstrip(" *#:\n\u00a0\u202f"))
+    led = _LEAD.match(text, start)
+    start = led.end() if led else start
     if text.startswith("$", start):
         fence = "$$" if text.startswith("$$", start) else "$"
         end = text.find(fence, start + len(fence))
@@ -269,6 +453,8 @@ def from_phrase(text: str) -> str | None:
             stop = _SENTENCE_END.search(text, end + len(fence))
             tail = text[end + len(fence) : stop.start() if stop else len(text)].strip(" *")
             if "$" not in tail:  # "$5$ or $7$" keeps both, so that a hedge stays visible
+                kept = _measured(tail)
+                tail = tail if kept is None else kept
                 return (text[start + len(fence) : end].strip() + (f" {tail}" if tail else "")) or None
     stop = _SENTENCE_END.search(text, start)
     answer = text[start : stop.start() if stop else len(text)].strip().strip("*").rstrip(". ")
@@ -281,17 +467,30 @@ def from_phrase(text: str) -> str | None:
 
 
 def _conclusion(answer: str) -> str:
-    """Cut off a reason ("A because ...") and a subject ("the largest n is 34")."""
-    aside = _ASIDE.search(answer)
-    reasons = [start for start in (aside.start() if aside else -1, start_of_reason(answer)) if start >= 0]
-    if reasons:
-        answer = answer[: min(reasons)] or answer
-    sure = _SURE.match(answer)
+    """Cut off a reason ("A because ..."), a subject ("the largest n is 34") and prose around a number."""
+    instead = _DENIED_START.match(answer) and _INSTEAD.search(answer)
+    if instead:
+        return _conclusion(answer[instead.end() :].strip())
+    corrections = list(_CORRECTED.finditer(answer))
+    if corrections:
+        return _conclusion(answer[corrections[-1].end() :])
+    for pattern in (_ASIDE, _REJECTED):
+        aside = pattern.search(answer)
+        reasons = [start for start in (aside.start() if aside else -1, start_of_reason(answer)) if start >= 0]
+        if reasons:
+            answer = answer[: min(reasons)].rstrip(" ,") or answer
+    sure = _SURE.match(answer) or _LEADING_VERDICT.match(answer)
     if sure is not None:
-        return sure[1]
+        return sure.group(sure.lastindex or 0)
     if not answer.isascii() and FOREIGN_LETTER.search(answer):
         return _foreign_conclusion(answer)
-    if not answer[:1].isalpha() or answer.count(" ") < 3:
+    led = _LEAD.match(answer)
+    answer = answer[led.end() :] if led else answer
+    counted = _LEADING_NUMBER.match(answer)
+    if counted is not None and counted.group() != answer:
+        kept = _measured(answer[counted.end() :])
+        return answer if kept is None else f"{counted.group()} {kept}".strip()
+    if not answer[:1].isalpha() or answer.count(" ") < 3 or _HEDGE.search(answer):
         return answer
     verbs = [match.end() for match in _VERB.finditer(answer)]
     if verbs and re.search(r"[0-9\\]", answer[verbs[-1] :]):
@@ -300,6 +499,18 @@ def _conclusion(answer: str) -> str:
         match.group() for match in _NUMBER.finditer(answer[:LONGEST_FORMULA]) if match.group().strip("-+$")
     ]
     return numbers[0].strip() if len(numbers) == 1 else answer
+
+
+def _measured(rest: str) -> str | None:
+    """Return the unit in the prose behind a number: "apples" of "apples in total"; None if it is not only prose."""
+    rest = _REMARK.sub("", rest).strip(" ,;:!")
+    if not rest:
+        return ""
+    if _NOT_A_REMARK.search(rest) or _HEDGE.search(rest) or not rest[0].isalpha():
+        return None
+    stop = _END_OF_UNIT.search(f" {rest}")
+    unit = f" {rest}"[: stop.start() if stop else None].strip(" ,;:")
+    return unit if unit.count(" ") < MAX_UNIT_WORDS else ""
 
 
 def _foreign_conclusion(answer: str) -> str:
@@ -324,7 +535,8 @@ def from_hashes(text: str) -> str | None:
     if start < 0:
         return None
     end = text.find("\n", start)
-    return text[start + 4 : end if end >= 0 else len(text)].strip(" :\t\r") or None
+    line = text[start + 4 : end if end >= 0 else len(text)].strip(" :\t\r")
+    return _conclusion(line) or None if len(line) <= LONGEST_FORMULA else line
 
 
 def from_formula(text: str) -> str | None:
@@ -342,7 +554,9 @@ def from_formula(text: str) -> str | None:
         if start < 0 or _DIGIT.search(text, end):
             continue
         inside = text[start + len(opening) : end].strip()
-        if _is_formula(inside, _PROSE_IN_MATH):
+        if _is_formula(inside, _PROSE_IN_MATH) and not _is_denied(
+            text, start, end + len(closing), _DENIED_NUMBER
+        ):
             other = _alternative(text[max(0, start - LONGEST_FORMULA) : start].rstrip(), opening, closing)
             return f"{other} or {inside}" if other else _right_side(inside)
     last = max(text.rfind(digit) for digit in _DIGITS)
@@ -393,7 +607,7 @@ def _right_side(formula: str) -> str | None:
 
 
 def from_choice(text: str) -> str | None:
-    """Return the verdict (an option letter, yes or no) that makes up the last line, or the last `(B)`.
+    """Return the verdict (an option letter, yes or no) that is the last line, or the last letter that is affirmed.
 
     A completion of one word is that word, and a few words after `</think>` are the answer.
     """
@@ -406,15 +620,62 @@ def from_choice(text: str) -> str | None:
     rest = rest.strip()
     if closed and 0 < len(rest) <= LONGEST_REMARK and "\n" not in rest and not _DIGIT.search(rest):
         return rest
-    labelled = _LABELLED.match(whole) if len(whole) <= LONGEST_REMARK and "\n" not in whole else None
-    if labelled:
+    labelled = _LABELLED.fullmatch(line) if len(line) <= LONGEST_REMARK else None
+    if (
+        labelled
+        and not _HEDGE.search(line)
+        and all(mention.start() <= 1 for mention in _LETTER.finditer(line))
+    ):
         return labelled[1]
     if 0 < len(whole) <= LONGEST_REMARK and whole.rstrip(".!").replace("-", "").isalpha():
         return whole.rstrip(".!")
-    letters = list(_LETTER.finditer(tail))
-    if not letters or _DIGIT.search(tail, letters[-1].end()):
-        return None
-    return letters[-1][1] or letters[-1][2]
+    bare = len(whole) <= LONGEST_REMARK and not _FORMULAIC.search(whole)
+    return _affirmed_letter(tail) or (_affirmed_letter(whole, pattern=_BARE_LETTER) if bare else None)
+
+
+def from_letter(text: str) -> str | None:
+    """Return the last option letter that is affirmed, also where a number follows: "take (B), that is 5"."""
+    return _affirmed_letter(text[-LONGEST_FORMULA:], before_number=True)
+
+
+def from_verdict(text: str) -> str | None:
+    """Return the last yes, no, true or false with which a sentence starts."""
+    found = _STARTING_VERDICT.findall(text[-LONGEST_FORMULA:])
+    return found[-1] if found else None
+
+
+def _affirmed_letter(
+    text: str, *, before_number: bool = False, pattern: re.Pattern[str] = _LETTER
+) -> str | None:
+    """Return the last option letter that is neither denied nor part of a reason; `A or B` where both are offered."""
+    mentions = list(pattern.finditer(text))
+    denied: set[str] = set()
+    for place in range(len(mentions) - 1, -1, -1):
+        mention = mentions[place]
+        letter = next(filter(None, mention.groups()))
+        if _is_denied(text, mention.start(), mention.end()):
+            denied.add(letter)
+            continue
+        before = mentions[place - 1].end() if place else 0
+        sentence = text[max(before, mention.start() - LONGEST_REMARK) : mention.start()]
+        if letter in denied or (place and _REASON.search(sentence) and not _SENTENCE_END.search(sentence)):
+            continue
+        if mention.lastgroup == "bare" and not before_number and _DIGIT.search(text, mention.end()):
+            return None
+        other = _OFFERED_AFTER.match(text, mention.end())
+        if other and not _is_denied(text, other.start(1), other.end()):
+            return f"{letter} or {other[1]}"
+        other = _OFFERED_BEFORE.search(text[max(0, mention.start() - LONGEST_GAP) : mention.start()])
+        if other and other[1] not in denied:
+            return f"{other[1]} or {letter}"
+        return letter
+    return None
+
+
+def _is_denied(text: str, start: int, end: int, after: re.Pattern[str] = _DENIAL_AFTER) -> bool:
+    """Say whether the words before or behind an answer deny it: "cannot be (B)", "(B) is wrong"."""
+    before = _CLAUSE_END.split(text[max(0, start - LONGEST_GAP) : start])[-1]
+    return _DENIAL_BEFORE.search(before) is not None or after.match(text, end) is not None
 
 
 def from_last_number(text: str) -> str | None:
@@ -438,6 +699,48 @@ def from_last_number(text: str) -> str | None:
         return _earlier_number(text, start)
     cut = start == floor > 0 and number.start() <= 1
     return None if cut else _with_scale(text, end) or number.group().strip()
+
+
+def from_last_token(text: str) -> str | None:
+    """Return the last number that is not denied, with all of a date, time or address; two that are offered stay two."""
+    aside = _LAST_ASIDE.search(text[-LONGEST_REMARK:])
+    if aside:
+        head = text[: len(text) - len(text[-LONGEST_REMARK:]) + aside.start()]
+        text = head if _DIGIT.search(_SENTENCE_END.split(head[-LONGEST_REMARK:])[-1]) else text
+    for _ in range(1 + MAX_DENIED):
+        number = from_last_number(text)
+        if number is None:
+            return None
+        start = text.rfind(number)
+        if start < 0:
+            return number
+        end = start + len(number)
+        left = max(text.rfind(space, 0, start) for space in " \n\t(") + 1
+        right = min((at for space in " \n\t)" if (at := text.find(space, end)) >= 0), default=len(text))
+        token = text[left:right].strip(_AROUND)
+        if half := _HALF_OF_DAY.match(text, right):
+            token = f"{token}{half.group()}"
+        if token != number and len(token) <= LONGEST_TEXT:
+            read = read_text(clean(token))
+            is_label = _LABEL_BEFORE.search(text[max(0, left - 10) : left])  # "Week 3:210 pages"
+            if (
+                read is not None
+                and (read.kind in _WHOLE or (read.kind == "pair" and _is_rising(read)))
+                and not is_label
+            ):
+                return token
+        if not _is_denied(text, start, end, _DENIED_NUMBER):
+            other = _OFFERED_NUMBER.search(text[max(0, start - LONGEST_GAP) : start])
+            is_two = other and number.isdecimal() and other[1] != number and not _EQUATED.match(text, end)
+            return f"{other[1]} or {number}" if other and is_two else number
+        text = text[:start]
+    return None
+
+
+def _is_rising(pair: Text) -> bool:
+    """Say whether a pair is a ratio, or a range whose second number is larger: `5-3` is 2."""
+    mark, _, low, high = pair.value
+    return mark == ":" or low < high  # type: ignore[operator]
 
 
 def _with_scale(text: str, end: int) -> str | None:
@@ -466,9 +769,18 @@ STEPS: dict[str, Step] = {
     "hashes": from_hashes,
     "formula": from_formula,
     "choice": from_choice,
-    "last_number": from_last_number,
+    "last_number": from_last_token,
+    "letter": from_letter,
+    "verdict": from_verdict,
 }
-DEFAULT_STEPS: tuple[str, ...] = tuple(STEPS)
+DEFAULT_STEPS: tuple[str, ...] = tuple(STEPS)[:7]
+STEPS_OF: dict[str, tuple[str, ...]] = {
+    "choice": (*DEFAULT_STEPS[:4], "choice", "letter", "formula", "last_number"),
+    "yes_no": (*DEFAULT_STEPS[:4], "choice", "verdict"),
+}
+"""Type of answer -> the steps that find one, where these are not the default ones."""
+_STATED = DEFAULT_STEPS[:4]
+"""Steps that find an answer which the text calls one."""
 
 
 def extract_answer_with_step(
@@ -489,12 +801,46 @@ def extract_answer_with_step(
     unknown = [name for name in steps if name not in STEPS]
     if unknown:
         raise ValueError(f"extraction steps {unknown} are unknown, expected some of {list(STEPS)}")
-    text = fold(text)
+    text = answer_part(without_markup(own_turn(fold(text))))
     for name in steps:
         answer = STEPS[name](text)
         if answer is not None:
             return answer, name
     return None, None
+
+
+def answer_part(text: str) -> str:
+    """Return what may hold the answer: what follows the thinking, and nothing of thinking that is still open."""
+    for name in THOUGHTS:
+        opening, closing = f"<{name}>", f"</{name}>"
+        opened, closed = text.rfind(opening), text.rfind(closing)
+        if opened > closed:
+            text = text[: max(0, opened)] if closed < 0 else text[closed + len(closing) : opened]
+        elif closed >= 0 and text[closed + len(closing) :].strip():
+            text = text[closed:]
+    return text
+
+
+def own_turn(text: str) -> str:
+    """Return a completion up to the point where the model, having answered, asks itself a new question.
+
+    A base model does so: "... #### 72", then "Question: ... #### 15". What comes before must hold an answer, and one
+    that is stated if the rest states one, too: a solution may repeat its question.
+    """
+    for match in islice(_NEXT_QUESTION.finditer(text), MAX_QUESTIONS):
+        before = text[: match.start()].rstrip()
+        if not before or before.endswith("</think>") or before.rfind("<think>") > before.rfind("</think>"):
+            continue
+        if match["role"] or match["token"] or not text[match.end() :].strip():
+            return before
+        if any(STEPS[name](before) is not None for name in _STATED):
+            return before
+        is_stated_later = any(mark in text[match.end() :] for mark in _STATED_MARKS)
+        if (match["number"] or not is_stated_later) and any(
+            STEPS[name](before) is not None for name in DEFAULT_STEPS[len(_STATED) :]
+        ):
+            return before
+    return text
 
 
 def extract_answer(text: str) -> str | None:

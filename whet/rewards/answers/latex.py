@@ -137,8 +137,14 @@ _ESCAPED_TWICE = re.compile(
     r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|left|right|text|begin|end|pi|cdot|times|infty|cup|[lg]eq?|pm)(?![A-Za-z]))"
 )
 _COMMAND = re.compile(r"\\(?:[A-Za-z]+|[^A-Za-z])", re.DOTALL)
+_APOSTROPHES = re.compile(r"(?<![0-9'.,])([0-9]{1,3}(?:'[0-9]{3})+)(?![0-9'])")
+"""Thousands as the Swiss write them."""
 _THOUSANDS = re.compile(
     r"(?<=[0-9])(?: ?\{ ?, ?\} ?| ?\\! ?, ?|, ?\\! ?|\\[,;: ]|~|\\! ?)(?=[0-9]{3}(?![0-9]))"
+)
+_FRACTION_OF_UNITS = re.compile(
+    r"(?<=[0-9}]) {0,3}\\frac ?\{ ?\\text ?\{ ?([A-Za-z]{1,12}) ?\}((?: ?\^ ?\{?[2-4]\}?)?) ?\}"
+    r" ?\{ ?\\text ?\{ ?([A-Za-z]{1,12}) ?\}((?: ?\^ ?\{?[2-4]\}?)?) ?\}"
 )
 _DEGREE = re.compile(r"\^ ?(?:\{ ?(?:°|\\circ) ?\}|\\circ(?![A-Za-z])|°|∘)")
 _MATRIX = re.compile(r"\\(begin|end) ?\{ ?([pbBvV]?matrix|smallmatrix|array)\*? ?\}")
@@ -192,7 +198,7 @@ def clean(text: str) -> str:
         text = _INFIX.sub(_prefix, text)
     text = _COMMAND.sub(_translate, text)
     if "\\text" in text:
-        text = _mark_words(text)
+        text = _mark_words(_FRACTION_OF_UNITS.sub(r" \1\2/\3\4", text) if "\\frac" in text else text)
     if "\\begin" in text:
         text = _mark_matrices(text)
         if "\\begin" in text and _LAYOUT.search(text):
@@ -207,6 +213,8 @@ def _finish(text: str) -> str:
         text = text.strip("*")
     if len(text) > 2 and text[0] == text[-1] and text[0] in "\"'`*_":
         text = text[1:-1]
+    if "'" in text:
+        text = _APOSTROPHES.sub(lambda match: match[1].replace("'", ""), text)
     if "^" in text or "°" in text:
         text = _TIMES_TEN.sub("*", _DEGREE.sub("°", text))
     text = text.replace("**", "^").replace("&", ",")

@@ -34,9 +34,6 @@ _REPEATING = re.compile(
 _SCIENTIFIC = re.compile(
     r"([+-]?[0-9][0-9,]*(?:\.[0-9]*)?) ?\* ?10 ?\^ ?(?:\{ ?([+-]?[0-9]{1,4}) ?\}|([+-]?[0-9]{1,4}))"
 )
-_CLOCK = re.compile(
-    r"([0-9]{1,2}) ?: ?([0-5][0-9])(?: ?: ?([0-5][0-9]))?(?: ?([ap])\.? ?m\.?)?", re.IGNORECASE
-)
 _SPACED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?")
 _DECIMAL_COMMA = re.compile(r"[+-]?(?:[0-9]+|[1-9][0-9]{0,2}(?:(?:\.[0-9]{3})+|(?: [0-9]{3})+)),[0-9]+")
 _DOTTED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:\.[0-9]{3}){2,}")
@@ -190,8 +187,23 @@ _WORD_VALUES = {word: value for value, word in enumerate(_ONES.split())} | {
 }
 
 
+_ORDINAL_NAMES = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth"
+_ORDINAL_WORDS = _ORDINAL_NAMES.split()
+_ORDINALS = {word: f"{value}th" for value, word in enumerate(_ORDINAL_WORDS, start=1)} | {
+    "first": "1st",
+    "second": "2nd",
+    "third": "3rd",
+}
+_PARTS = {"half": 2, "halves": 2, "quarter": 4, "quarters": 4} | {
+    f"{word}{plural}": value
+    for value, word in enumerate(_ORDINAL_WORDS, start=1)
+    if value > 2
+    for plural in ("", "s")
+}
+
+
 def spelled_number(text: str) -> str | None:
-    """Read an English number word below a million ("forty-two", "one hundred and five").
+    """Read an English number word below a million ("forty-two", "one hundred and five"), an ordinal or a fraction.
 
     Args:
         text: Stripped text.
@@ -200,6 +212,11 @@ def spelled_number(text: str) -> str | None:
         Its digits, or None if a word is not a number or is in the wrong place.
     """
     words = re.split(r"[ -]+", text.lower()) if len(text) <= 80 else []
+    if len(words) == 1 and words[0] in _ORDINALS:
+        return _ORDINALS[words[0]]
+    if len(words) > 1 and words[-1] in _PARTS:  # three quarters, a half
+        top = "1" if words[:-1] in (["a"], ["one"]) else spelled_number(" ".join(words[:-1]))
+        return f"{top}/{_PARTS[words[-1]]}" if top is not None and top.isdecimal() else None
     total = part = 0
     room = 1000  # the next word must be smaller: "five twenty" is not a number, nor is "two three"
     for index, word in enumerate(words):
@@ -215,21 +232,3 @@ def spelled_number(text: str) -> str | None:
                 return None
             part, room = part + value, 10 if value >= 20 else 0
     return str(total + part) if words and words[-1] != "and" else None
-
-
-def same_clock_time(left: str, right: str) -> bool:
-    """Compare times of day: `20:34`, `20:34:00` and `8:34 p.m.` are equal; a side may omit am and pm."""
-    first, second = _CLOCK.fullmatch(left.strip()), _CLOCK.fullmatch(right.strip())
-    if first is None or second is None:
-        return False
-    if first[2] != second[2] or int(first[3] or 0) != int(second[3] or 0):
-        return False
-    hours = [int(match[1]) for match in (first, second)]
-    halves = [(match[4] or "").lower() for match in (first, second)]
-    if all(halves) and halves[0] != halves[1]:
-        return False
-    if hours[0] == hours[1]:
-        return True
-    return any(
-        half == "p" and hours[i] % 12 + 12 == hours[1 - i] for i, half in enumerate(halves)
-    ) and not all(halves)

@@ -65,6 +65,7 @@ class Leaf:
         is_percent = core.endswith("%")
         core = core.rstrip("% ") if is_percent else core
         if "°" in core and not _TRIG.search(core):
+            unit = unit or ("degree" if core.endswith("°") else "")
             core = core.replace("°", "").strip()
         if "," in core and not any(name in core for name in OF_MEMBERS):
             core = _GROUPED.sub(lambda match: match.group().replace(",", ""), core)

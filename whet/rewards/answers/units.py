@@ -1,4 +1,4 @@
-"""Units after a number: `5 cm`, `5cm`, `12 dollars`, `20 m/s`, `3 million`."""
+"""Units behind a number: `5 cm`, `5cm`, `12 dollars`, `20 m/s`, `3 million`, with their powers: `m/s^2` is no `m/s`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,35 @@ cm centimeter centimeters centimetre centimetres cms|mm millimeter millimeters m
 m meter meters metre metres|km kilometer kilometers kilometre kilometres kms|in inch inches|ft foot feet
 yd yard yards yds
 mi mile miles|g gram grams gm|kg kilogram kilograms kgs kilo kilos|mg milligram milligrams
-lb lbs pound pounds|oz ounce ounces
+lb lbs|pound pounds|oz ounce ounces
 s sec secs second seconds|min mins minute minutes|h hr hrs hour hours|day days|week weeks|month months
 year years yr yrs
 ms millisecond milliseconds|l liter liters litre litres|ml milliliter milliliters|gal gallon gallons
 dollar dollars usd bucks
-cent cents|euro euros eur|mph|kmh kph|n newton newtons|j joule joules|w watt watts|v volt volts
+cent cents penny pennies|euro euros eur|gbp sterling|yen jpy|yuan rmb cny|rupee rupees inr
+n newton newtons|j joule joules|w watt watts|v volt volts
 a amp amps ampere amperes
 ohm ohms|hz hertz|pa pascal pascals|mol moles mole|k kelvin|unit units|degree degrees deg
-radian radians rad|rupee rupees
+radian radians rad
 st nd rd th|people person persons|point points|time times|way ways|kj|kw|kn|mhz|ghz|nm
-nanometer nanometers|acre acres
+nanometer nanometers|acre acres|hectare hectares|dozen dozens|ton tons tonne tonnes|celsius|fahrenheit
+kwh|bpm|rpm|fps|sqft|sqm|calorie calories|kcal|knot knots
 """
+_COMPOUND = {
+    "mph": {"mi": 1, "h": -1},
+    **dict.fromkeys(("kmh", "kph"), {"km": 1, "h": -1}),
+    "fps": {"ft": 1, "s": -1},
+    "sqft": {"ft": 2},
+    "sqm": {"m": 2},
+}
+"""Units in one word -> the powers that they stand for."""
 _CANONICAL: dict[str, str] = {}
 for _line in (_SPELLINGS + scripts.UNITS).replace("\n", "|").split("|"):
     for _word in _line.split():
         _CANONICAL.setdefault(_word, _line.split()[0])
+
+_KNOWN = frozenset(_CANONICAL.values())
+_NO_MARKS = str.maketrans(WORD_OPEN + WORD_CLOSE, "  ")
 
 SCALES: dict[str, int] = {
     "hundred": 10**2,
@@ -47,12 +60,12 @@ _RESERVED_WORDS = (
 _RESERVED = frozenset(_RESERVED_WORDS.split())
 _TAIL = re.compile(
     r"(?P<core>.*[0-9)}π°%])(?P<gap> ?)"
-    r"(?P<unit>[A-Za-z]+\.?(?: ?\^ ?\{?[23]\}?)?"
-    r"(?:(?: per | ?[/*] ?| )[A-Za-z]+(?: ?\^ ?\{?-?[1-3]\}?)?){0,4})",
+    r"(?P<unit>[A-Za-z]+\.?(?: ?\^ ?\{?-?[1-4]\}?|[23](?![0-9]))?"
+    r"(?:(?: per | ?[/*] ?| )[A-Za-z]+(?: ?\^ ?\{?-?[1-4]\}?|[23](?![0-9]))?){0,4})",
     re.DOTALL,
 )
 _MARKED_TAIL = re.compile(
-    rf"(?: ?[/*]? ?{WORD_OPEN}[^{WORD_OPEN}{WORD_CLOSE}]*{WORD_CLOSE}(?: ?\^ ?\{{?-?[1-3]\}}?)?)+$"
+    rf"(?: ?[/*]? ?{WORD_OPEN}[^{WORD_OPEN}{WORD_CLOSE}]*{WORD_CLOSE}(?: ?\^ ?\{{?-?[1-4]\}}?)?)+$"
 )
 _SYMBOL = re.compile(r"π|(?<![A-Za-z\\])[A-Za-z]|\\(?!frac|sqrt)[A-Za-z]")
 _WORDS = re.compile(scripts.WORD)
@@ -61,6 +74,31 @@ _FOREIGN_TAIL = re.compile(
     rf"(?P<unit>{scripts.WORD}\.?(?: ?\^ ?\{{?[23]\}}?)?(?:(?: ?/ ?| ){scripts.WORD}){{0,3}})",
     re.DOTALL,
 )
+LONGEST_AMOUNT = 60
+"""Longest amount of money (in characters) whose currency sign is read."""
+_CURRENCIES = {
+    **dict.fromkeys(("$", "us $", "us$", "us\\$", "usd"), "dollars"),
+    **dict.fromkeys(("€", "eur"), "euros"),
+    **dict.fromkeys(("£", "gbp"), "gbp"),
+    **dict.fromkeys(("₹", "inr", "rs"), "rupees"),
+}
+_SIGN = r"(?:US ?)?\\?\$|€|£|₹|(?:USD|EUR|GBP|INR|Rs\.?)(?= ?[-0-9])"
+_AMOUNT = re.compile(
+    rf"(?P<minus>-?)(?P<sign>(?:{_SIGN})?) ?(?P<number>[0-9](?:[0-9.,]*[0-9])?)(?P<end> ?(?:\\\$|€|£|₹)|)"
+    r"(?P<rest>(?: ?/ ?| )[A-Za-z][A-Za-z /]*)?[.]?"
+)
+_HAS_CURRENCY = re.compile(r"[$€£₹]|USD|EUR|GBP|INR|Rs")
+_TEMPERATURE = re.compile(r"(.*[0-9)}]) ?° ?([CF])", re.DOTALL)
+_PIECE = re.compile(
+    rf"(?P<word>{scripts.WORD})(?P<digit>[23](?![0-9]))?(?: ?\^ ?\{{?(?P<power>-?[1-4])\}}?)?|(?P<over>/)"
+)
+_GENERIC = frozenset(
+    ["unit", "people", "point", "time", "way", "st", "item", "items", "thing", "things", "piece", "pieces"]
+)
+"""Units that may stand for any other thing that is counted."""
+_FILLER_WORDS = "in total left altogether all overall each of the more remaining away now only"
+_FILLERS = frozenset(_FILLER_WORDS.split())
+"""Words behind a count that are no unit: `72 in total`."""
 _TRIG = re.compile(r"sin|cos|tan|sec|csc|cot|log|ln|exp|sqrt")
 
 
@@ -79,6 +117,9 @@ def split_unit(text: str) -> tuple[str, str]:
     """
     if len(text) > 300:
         return text, ""
+    temperature = _TEMPERATURE.fullmatch(text) if text[-1:] in "CF" else None
+    if temperature:
+        return temperature[1], "celsius" if temperature[2] == "C" else "fahrenheit"
     if text.endswith(WORD_CLOSE) or (WORD_CLOSE in text and text[-1] in "123}"):
         start = text.find(WORD_OPEN)
         match = _MARKED_TAIL.search(text, max(0, start - 3))
@@ -93,12 +134,15 @@ def split_unit(text: str) -> tuple[str, str]:
     unit = match["unit"]
     words = [word.lower() for word in _WORDS.findall(unit)]
     is_number = not _WORDS.search(match["core"])
-    if _RESERVED.intersection(words) or _TRIG.search(unit) or HEDGED.search(unit):
+    known = all(word in _CANONICAL or word in _MODIFIERS or word in SCALES for word in words)
+    is_function = _TRIG.search(unit) is not None and not (known and words[0] != "sec")
+    if _RESERVED.intersection(words) or (is_function and words != ["sec"]) or HEDGED.search(unit):
         return text, ""
     if len(words[0]) == 1 and (unit[0] not in UNIT_LETTERS or _SYMBOL.search(match["core"])):
         return text, ""
-    known = all(word in _CANONICAL or word in _MODIFIERS or word in SCALES for word in words)
-    if known and (match["gap"] or len(words[0]) > 1):
+    if match["gap"] and len(words) > 1 and _FILLERS.issuperset(words):
+        return match["core"].rstrip(), unit
+    if known and not _MODIFIERS.issuperset(words) and (match["gap"] or len(words[0]) > 1):
         return match["core"].rstrip(), unit
     if (
         is_number
@@ -131,10 +175,35 @@ def _canonical(word: str) -> str:
     return _CANONICAL.get(word, word)
 
 
-def unit_words(unit: str) -> frozenset[str]:
-    """Return the canonical words of a unit, without powers and modifiers (`square cm` and `cm^2` agree)."""
-    words = [str(word).lower() for word in _WORDS.findall(unit)]
-    return frozenset(_canonical(word) for word in words if word not in _MODIFIERS and word not in SCALES)
+def unit_powers(unit: str) -> dict[str, int]:
+    """Return the power of each canonical word of a unit: `square cm` and `cm^2` are {'cm': 2}.
+
+    `m/s` is {'m': 1, 's': -1}. Words that count nothing ("72 in total") and scales ("million") are left out.
+    """
+    powers: dict[str, int] = {}
+    sign, prefix, last = 1, 1, ""
+    pieces = list(_PIECE.finditer(unit.translate(_NO_MARKS).lower()))
+    words = {_canonical(piece["word"]) for piece in pieces if piece["word"]}
+    is_known = words - _MODIFIERS - SCALES.keys() <= _KNOWN
+    for piece in pieces:
+        word = piece["word"]
+        if word is None or word == "per":
+            sign = -1
+        elif word in ("square", "sq", "cubic", "cu"):
+            prefix = 2 if word[0] == "s" else 3
+        elif word in ("squared", "cubed") and last:
+            powers[last] *= 2 if word[0] == "s" else 3
+        elif word not in SCALES and (is_known or word not in _FILLERS):
+            for name, power in zip(POWERS, (2, 3, 2, 3), strict=True):
+                prefix = power if word.startswith(name) else prefix
+            power = sign * prefix * int(piece["digit"] or piece["power"] or 1)
+            last = _canonical(word)
+            for name, own in _COMPOUND.get(last, {last: 1}).items():
+                powers[name] = powers.get(name, 0) + own * power
+            prefix = 1
+    if powers.keys() & {"celsius", "fahrenheit"}:
+        powers.pop("degree", None)
+    return {name: power for name, power in powers.items() if power}
 
 
 def unit_scale(unit: str) -> int:
@@ -143,10 +212,64 @@ def unit_scale(unit: str) -> int:
     return SCALES.get(first.group().lower(), 1) if first else 1
 
 
+def is_known_unit(unit: str) -> bool:
+    """Say whether a unit consists of words that are known as units, and is not empty."""
+    return bool(unit) and unit_powers(unit).keys() <= _KNOWN
+
+
 def units_conflict(left: str, right: str) -> bool:
-    """Say whether both sides have known units that differ; missing or unknown units never conflict."""
+    """Say whether both sides have units that differ, powers included; a missing unit never conflicts.
+
+    Of units that are not known ("12 red apples") one must consist of words of the other.
+    """
     if not left or not right:
         return False
-    first, second = unit_words(left), unit_words(right)
-    known = frozenset(_CANONICAL.values())
-    return bool(first and second) and first <= known and second <= known and first != second
+    first, second = unit_powers(left), unit_powers(right)
+    if not first or not second or first == second:
+        return False
+    for pound in ("lb", "gbp"):  # a pound is either
+        if "pound" in first.keys() | second.keys() and pound in first.keys() | second.keys():
+            first, second = (
+                {pound if name == "pound" else name: n for name, n in side.items()}
+                for side in (first, second)
+            )
+    if first.keys() <= _KNOWN and second.keys() <= _KNOWN:
+        return first != second
+    words, others = ({_singular(name) for name in side} for side in (first, second))
+    return not (words <= others or others <= words or any(side <= _GENERIC for side in (words, others)))
+
+
+def money_in_words(text: str) -> str:
+    r"""Write the currency of a lone amount behind it: `\$5`, `$5` and `USD 5` are `5 dollars`; other text as it is."""
+    if len(text) > LONGEST_AMOUNT or not _HAS_CURRENCY.search(text):
+        return text
+    match = _AMOUNT.fullmatch(text.strip()) or _AMOUNT.fullmatch(text.strip().strip("$").strip())
+    if match is None or bool(match["sign"]) == bool(match["end"]):
+        return text
+    currency, rest = _CURRENCIES[(match["sign"] or match["end"]).strip("\\ .").lower()], match["rest"] or ""
+    words = rest.split()
+    if words and _canonical(words[0].lower()) == currency.removesuffix("s"):
+        currency = ""
+    scale = words.pop(0) if words and words[0].lower() in SCALES else ""
+    return " ".join(filter(None, (f"{match['minus'] or ''}{match['number']}", scale, currency, *words)))
+
+
+def money_ratio(left: str, right: str) -> int:
+    """Return how many of the right side's units one of the left side's is worth: 100 for dollars in cents, else 0."""
+    first, second = unit_powers(left), unit_powers(right)
+    is_whole = len(first) == 1 and set(first.items()) <= {("dollar", 1), ("euro", 1)}
+    return 100 if is_whole and second == {"cent": 1} else 0
+
+
+def _singular(word: str) -> str:
+    for ending, other in (
+        ("ies", "y"),
+        ("sses", "ss"),
+        ("ches", "ch"),
+        ("shes", "sh"),
+        ("xes", "x"),
+        ("s", ""),
+    ):
+        if word.endswith(ending) and not word.endswith("ss") and len(word) > len(ending) + 1:
+            return word.removesuffix(ending) + other
+    return word

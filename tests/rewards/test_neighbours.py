@@ -1,0 +1,83 @@
+"""Whet's graders on the neighbours of their principles (docs/rewards.md): clear cases with known verdicts."""
+
+import random
+
+import pytest
+from neighbours import Case, answers, ballots, completions, hedges, thoughts
+
+from whet.eval.confidence import group_votes
+from whet.rewards.answers.equal import answers_equal
+from whet.rewards.answers.extract import extract_answer
+from whet.rewards.answers.texts import column_of
+
+LEAST_RIGHT, MOST_PAID = 0.995, 0.002
+"""The issue asks for 0.95 and 0.02 on a set that nobody here has seen."""
+
+
+def _whole(case: Case) -> bool:
+    return answers_equal(case.text, case.gold, column=case.column)  # type: ignore[arg-type]
+
+
+def _searched(case: Case) -> bool:
+    answer = extract_answer(case.text)
+    return answer is not None and answers_equal(answer, case.gold)
+
+
+@pytest.mark.parametrize(
+    ("cases", "judge", "count"),
+    [
+        (answers, _whole, 3900),
+        (completions, _searched, 600),
+        (hedges, _searched, 400),
+        (thoughts, _searched, 140),
+    ],
+    ids=[
+        "what is text, a number, an expression",
+        "which part is the answer",
+        "hedges and denials",
+        "open thoughts",
+    ],
+)
+def test_clear_cases_are_judged_right_and_wrong_ones_not_paid(cases, judge, count: int) -> None:
+    found = cases()
+    assert len(found) >= count
+    wrong = [case for case in found if judge(case) != case.is_right]
+    paid = [case for case in wrong if not case.is_right]
+    assert len(wrong) <= (1 - LEAST_RIGHT) * len(found), wrong
+    assert len(paid) <= MOST_PAID * sum(not case.is_right for case in found), paid
+
+
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.ci)])
+@pytest.mark.parametrize(
+    ("golds", "column"),
+    [
+        (["2024-01-05", "2024-02-06", "12"], "text"),
+        (["1.10.2", "v1.2", "1.10"], "text"),
+        (["3-2", "2-1", "1-0", "7"], "text"),
+        (["AB-12", "XY-34", "12E3"], "text"),
+        (["Paris", "ab", "the Nile", "12"], "words"),
+        (["12", "3.5", "1/2", "2024-01-05"], ""),
+        (["x^2", "\\frac{1}{2}", "\\text{Monday}"], ""),
+        ([], ""),
+    ],
+)
+def test_most_gold_answers_of_a_column_say_what_each_of_them_is(golds: list[str], column: str) -> None:
+    assert column_of(golds) == column
+
+
+def test_votes_join_what_the_grader_calls_equal_in_any_order(every: int) -> None:
+    found = ballots()[::every]
+    assert len(found) >= 300 // every
+    draw = random.Random(0)
+    split = []
+    for groups in found:
+        votes = [(text, at) for at, group in enumerate(groups) for text in group]
+        draw.shuffle(votes)
+        joined = group_votes([text for text, _ in votes])
+        if len(set(zip(joined, (at for _, at in votes), strict=True))) != len(groups) or len(
+            set(joined)
+        ) != len(groups):
+            split.append(groups)
+        backwards = group_votes([text for text, _ in votes[::-1]])[::-1]
+        assert backwards == joined
+    assert len(split) <= 0.01 * len(found), split
