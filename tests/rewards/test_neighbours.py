@@ -47,7 +47,6 @@ def test_clear_cases_are_judged_right_and_wrong_ones_not_paid(cases, judge, coun
     assert len(paid) <= MOST_PAID * sum(not case.is_right for case in found), paid
 
 
-@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.ci)])
 @pytest.mark.parametrize(
     ("golds", "column"),
     [
@@ -65,6 +64,7 @@ def test_most_gold_answers_of_a_column_say_what_each_of_them_is(golds: list[str]
     assert column_of(golds) == column
 
 
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.ci)])
 def test_votes_join_what_the_grader_calls_equal_in_any_order(every: int) -> None:
     found = ballots()[::every]
     assert len(found) >= 300 // every

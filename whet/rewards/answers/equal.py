@@ -7,7 +7,10 @@ Policy, where public graders differ:
   fraction or an irrational number (`3.142` is `\pi`, `3.14` and `3.143` are not), also inside an expression; from six
   digits on the last one may be truncated. To stand for a longer decimal it needs five digits, four of them after the
   point: cents are exact.
-- *Units*: one side may omit its unit; two different known units conflict. Currency and degree signs are dropped.
+- *Text*: a gold answer that is a date, time, range, score, address, code or word is never computed
+  (`whet.rewards.answers.texts`).
+- *Units*: one side may omit its unit; two different ones conflict, powers and currencies included (`m/s` is not
+  `m/s^2`, `$5` is 500 cents). Of unknown ones, the words of one must be among the other's: 12 red apples are 12 apples.
 - *Order*: matters between tuples, vectors and lines; not for sets, `or`, `±`, nor between two bare comma
   lists (lists of roots), unless the caller says `ordered`. Plain braces `{1,2}` are such a list. A set, or a list of
   tuples, may repeat a member.
@@ -19,7 +22,8 @@ Policy, where public graders differ:
 - *Scripts*: digits and punctuation of any script count as ASCII ones; Chinese numerals are numbers, yes and no of other
   languages are yes and no (`whet.rewards.answers.scripts`). `1.234,56` and `1.234.567` are European; `1,5` is 1.5 if
   the other side is a decimal that is not an integer; `1.234` is always 1.234 and `1,234` always 1234.
-- *Words*: case, articles and punctuation do not count; number words ("twelve") are numbers, `(B) the cube` is B.
+- *Words*: case, articles and punctuation do not count; number words ("twelve") are numbers, `(B) the cube` and `B) 12`
+  are B.
 - *Hedging pays nothing*: several answers never equal one, and text around an answer is not searched; only its boxes,
   one pair of answer tags, or a leading "the answer is" are removed. Several boxes are a list of several answers: where
   the gold answer is a set, a list or a tuple, exactly as many boxes as it has members may hold one each.

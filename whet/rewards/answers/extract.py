@@ -217,7 +217,10 @@ _CLAUSE_END = re.compile(
     r"[;:!?\n]|\. |, (?!(?:and|or|nor|equal|exactly)\b)|(?<![Aa]ll)(?<!thing) but | so | hence | therefore "
 )
 _REASON = re.compile(r"(?<![A-Za-z])(?:because|since|as|for|given that)(?![A-Za-z])", re.IGNORECASE)
-_OFFERED = r"(?:,? (?:or|and)(?: else)?(?: maybe| perhaps| possibly)?|, (?:maybe|perhaps|possibly)) (?:option |choice )?[(*]{0,3}"
+_OFFERED = (
+    r"(?:,? (?:or|and)(?: else)?(?: maybe| perhaps| possibly)?|, (?:maybe|perhaps|possibly)) "
+    r"(?:option |choice )?[(*]{0,3}"
+)
 _OFFERED_AFTER = re.compile(rf"[)*]{{0,3}}(?:{_OFFERED}|/\(?)([A-HJ])(?![A-Za-z'])")
 _OFFERED_BEFORE = re.compile(rf"(?<![A-Za-z])([A-HJ])\)?\*{{0,2}}(?:{_OFFERED}|/)$")
 _VERDICT = re.compile(rf"\(?[A-Ja-j]\)?|{'|'.join(map(re.escape, VERDICTS))}", re.IGNORECASE)
