@@ -355,7 +355,7 @@ def test_products_of_polynomials_equal_their_expansion_and_nothing_else(
 
 def _lines(path: Path) -> list[dict[str, str]]:
     if path.is_relative_to(SHARED):
-        require(str(path.relative_to(SHARED.parent)))
+        require(str(path.relative_to(SHARED.parents[1])))
     text = path.read_text(encoding="utf-8")
     return json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.splitlines()]
 
