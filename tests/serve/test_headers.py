@@ -88,8 +88,9 @@ def test_bodies_that_trickle_keep_nobody_out(port: int) -> None:
 @pytest.mark.parametrize("first", [b"", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"], ids=["first", "second"])
 def test_headers_have_a_deadline(first: bytes, port: int) -> None:
     with connected(port, first) as client:
-        if first:
-            assert client.recv(4096)
+        answer = b""
+        while first and not answer.endswith(b"0\r\n\r\n"):  # some loops send it in parts
+            answer += client.recv(4096)
         began = time.monotonic()
         client.sendall(b"GET / HT")
         for _ in range(4):

@@ -106,7 +106,7 @@ class _Meter(h11.Connection):
         return None
 
 
-def impatient(max_connections: int, refuse: Refuse) -> type[H11Protocol]:
+def impatient(max_connections: int, refuse: Refuse = lambda *_: None) -> type[H11Protocol]:
     """Make the protocol of one server.
 
     Args:
