@@ -7,13 +7,14 @@ import os
 import signal
 import struct
 from collections.abc import Iterable
+from typing import Any, cast
 
 from whet.sandbox.inside.seccomp import build_filter
 
 try:  # loaded before the sandbox closes; whoever only imports this on another system needs none
     import resource
 except ImportError:
-    resource = None  # pyright: ignore[reportAssignmentType]
+    resource = cast(Any, None)
 
 NOBODY = 65534
 MAX_FDS = 128

@@ -26,13 +26,14 @@ import sysconfig
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, cast
 
 from whet.sandbox.inside import child, lockdown
 
 try:  # loaded before the sandbox closes; whoever only imports this on another system needs none
     import fcntl
 except ImportError:
-    fcntl = None  # pyright: ignore[reportAssignmentType]
+    fcntl = cast(Any, None)
 
 REQUEST = struct.Struct("=QQ")
 REPORT = struct.Struct("=iiq")
