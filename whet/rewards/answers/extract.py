@@ -169,14 +169,14 @@ _ASKS = (
     r"(?:question|problem|exercise|q|frage|pregunta|pergunta|domanda|вопрос|问题|問題|质问|질문|问|題目|题目)"
 )
 _NEXT_QUESTION = re.compile(
-    rf"\n[ \t#>*_]*(?:(?:(?:next|new|another|follow-up) )?{_ASKS}(?: ?[#(]?(?P<number>[2-9]|[1-9][0-9]{{1,2}})\)?|"
-    rf" ?[#(]?1\)?)?[*_]{{0,3}} ?[:：.](?=[*_\s]|$|[^\s0-9])"
+    rf"\n(?!\n)[ \t#>*_]*(?:(?:(?:next|new|another|follow-up) )?{_ASKS}(?: ?[#(]?(?P<number>[2-9]|[1-9][0-9]{{1,2}})\)?"
+    rf"| ?[#(]?1\)?)?[*_]{{0,3}} ?[:：.](?=[*_\s]|$|[^\s0-9])"
     r"|(?:#{1,4} )?(?:question|problem|exercise)(?: [0-9]{1,3}[*_]{0,3}[ \t]*(?=\n|$))"
     r"|#{1,4} (?:question|problem|exercise)[ \t]*(?=\n|$)|\[(?:question|problem|user|human)\]"
     r"|(?:here is|here's|now,?|let's (?:try|do|solve)) (?:a|an|the|is)?(?: |(?<= ))(?:new|another|next|different) "
     r"(?:question|problem)"
     r"|(?P<role>(?:user|human|student|### ?(?:instruction|input|user|human|question))[*_]{0,3}:))"
-    r"|\n?(?P<token><[|｜](?:user|im_start[|｜]>user|start_header_id[|｜]>user|User)|<start_of_turn>user|\[INST\]"
+    r"|(?P<token><[|｜](?:user|im_start[|｜]>user|start_header_id[|｜]>user|User)|<start_of_turn>user|\[INST\]"
     r"|<[|｜](?:endoftext|im_end|eot_id|end_of_text|end▁of▁sentence)[|｜]>|<eos>|<end_of_turn>)",
     re.IGNORECASE,
 )

@@ -34,9 +34,10 @@ def without_tokens(text: str) -> str:
 def without_markup(text: str) -> str:
     """Remove special tokens, HTML tags and emphasis, and what is struck out; `10<sup>3</sup>` becomes `10^{3}`."""
     text = without_tokens(text)
-    if "~~" in text or "<" in text:
+    has_tags = "</" in text or "<br" in text
+    if "~~" in text or has_tags:
         text = _STRUCK.sub(" ", text)
-    if "<" in text:
+    if has_tags:
         text = _RAISED.sub(lambda match: f"{'^' if match[1].lower() == 'sup' else '_'}{{{match[2]}}}", text)
         text = _INLINE.sub("", _BREAK.sub("\n", text))
     if "*" in text or "_" in text or "`" in text:
