@@ -382,7 +382,7 @@ ROWS = {
         cheap=True,
     ),
     "serve": Row("serve MODEL --dry-run", rehearsed, cheap=True),
-    "export": Row("export MODEL --to hf --num-prompts 2 --max-new-tokens 3 --out OUT", exported),
+    "export": Row("export MODEL --to hf --dtype f32 --num-prompts 2 --max-new-tokens 3 --out OUT", exported),
     "push": Row("push MODEL me/x --dry-run", rehearsed, cheap=True),
     "quantize": Row(
         "quantize MODEL --task jsonl --task.path DATA --num-calibration 2 --num-held-out 2 --num-problems 0 "
