@@ -1043,7 +1043,7 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
         paired.score_problems([side[uid][1:] for uid in uids], [side[uid][0] for uid in uids], count)
         for side in sides
     ]
-    (table,) = paired.compare_pairs(scores, [(0, 1)], seed=before.protocol["seed"])
+    (table,) = paired.compare_pairs(scores, [(0, 1)])
     names = before.label, after.label if after.label != before.label else f"{after.label} (2)"
     return Comparison(names, list(table.values()))
 

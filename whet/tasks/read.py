@@ -248,8 +248,9 @@ def _num_bytes(value: Any) -> int:
     if types.is_dictionary(value.type):
         if not len(value) or not hasattr(value.dictionary, "buffers"):
             return 0
-        lengths = compute.binary_length(value.dictionary)
-        return (compute.sum(lengths.take(value.indices)).as_py() or 0) + 8 * len(value)
+        functions: Any = compute  # they are made as the module is imported
+        lengths = functions.binary_length(value.dictionary)
+        return (functions.sum(lengths.take(value.indices)).as_py() or 0) + 8 * len(value)
     if types.is_struct(value.type):
         return sum(map(_num_bytes, value.flatten()))
     if types.is_list(value.type) or types.is_large_list(value.type) or types.is_fixed_size_list(value.type):

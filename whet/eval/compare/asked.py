@@ -15,7 +15,7 @@ from whet.eval.record import GREEDY, StoredEval, append_lines, as_row
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams
 from whet.rewards.answers.equal import answers_equal
-from whet.rewards.answers.texts import column_of
+from whet.rewards.answers.texts import Column, column_of
 from whet.telemetry.display import advancing, open_display
 from whet.telemetry.hardware import HardwareMonitor
 from whet.telemetry.log import read_rows
@@ -38,7 +38,7 @@ class OwnProblems:
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self._problems = list({problem.uid: problem for problem in problems}.values())
-        self._column = column_of(problem.answer for problem in self._problems if problem.answer)
+        self._column: Column = column_of(problem.answer for problem in self._problems if problem.answer)
 
     def problems(self, split: str) -> list[Problem]:
         """Return the questions; there is one split."""

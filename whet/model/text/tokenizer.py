@@ -287,7 +287,8 @@ class Tokenizer:
         backend.encode_special_tokens = True
         aliases = {index: f"{QUOTE}{index}A" for index in self._control}
         backend.add_tokens([AddedToken(alias, normalized=False) for alias in aliases.values()])
-        return backend, {backend.token_to_id(alias): index for index, alias in aliases.items()}
+        found = {backend.token_to_id(alias): index for index, alias in aliases.items()}
+        return backend, {alias: index for alias, index in found.items() if alias is not None}
 
     def _encode_quoted(self, text: str) -> list[tuple[int, int, int]]:
         """Encode a text with quoted control tokens; return ids, each with its place in the text."""

@@ -270,8 +270,8 @@ def demonstrate(
             longest = max(longest, part.sequence.num_tokens)
             thoughtless += part.is_thoughtless
             last = policy.tokenizer.last_control(part.sequence.completion_ids)
-            if kind_of(problem) == "solution" or last == policy.turn_end:
-                ends |= {last} - {None}
+            if last is not None and (kind_of(problem) == "solution" or last == policy.turn_end):
+                ends.add(last)
             if kind_of(problem) == "chat":
                 found = _end_ids(policy, part.sequence)
                 endless += None in found
