@@ -377,6 +377,7 @@ def test_a_schema_of_ones_own_in_python(tmp_path: Path, monkeypatch: pytest.Monk
     assert whet.load(tmp_path / "b").prompt_ids("1+1?") == policy.prompt_ids("1+1?")
 
 
+@pytest.mark.ci  # starts Python three times
 def test_what_libraries_read_is_set_before_they_are_imported_unless_the_user_chose() -> None:
     names = ("GOMP_SPINCOUNT", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
     code = f"import os, whet; whet.load; print([os.environ.get(name) for name in {names}])"

@@ -771,7 +771,7 @@ def write_files(folder: Path, problems: Any) -> None:
 
 
 # Those of training take a tiny run for each of some 200 fields: over a minute.
-LONG = {"rl": [pytest.mark.ci], "sft": [pytest.mark.slow], "dpo": [pytest.mark.slow]}
+LONG = {"rl": [pytest.mark.ci], "rft": [pytest.mark.ci], "sft": [pytest.mark.slow], "dpo": [pytest.mark.slow]}
 
 
 @pytest.mark.parametrize("program", [pytest.param(name, marks=LONG.get(name, [])) for name in BASES])
