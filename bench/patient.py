@@ -47,7 +47,7 @@ from whet.eval.probe.probe import GENERAL_TEXT
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.model.text.tokenizer import Tokenizer
 from whet.recipes.sft import facts
-from whet.stats import paired_bootstrap, share_interval
+from whet.stats import paired_interval, share_interval
 from whet.train import sft
 from whet.train.sft import SFTConfig
 
@@ -329,7 +329,7 @@ def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             rival = groups.get((edits, "memit"), [])
             if method != "memit" and row["seeds"] == [run["seed"] for run in rival]:
                 other = [v for run in rival for v in run["values"][name]]
-                row[name]["p_against_memit"] = paired_bootstrap(other, joined[name], seed=0)[1]
+                row[name]["p_against_memit"] = paired_interval(other, joined[name])[1]
         row["score"] = score(joined)
         row["scores"] = [score(run["values"]) for run in group]
         for name in ("drawdown", "seconds", "norm"):

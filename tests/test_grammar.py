@@ -462,7 +462,7 @@ def test_own_recipes_are_sized_by_the_machine(home: Path, monkeypatch: pytest.Mo
 
 
 def test_the_advice_is_the_command_that_works_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pip = "pip" if install._has_pip() else f"{sys.executable} -m pip"
+    pip = "pip" if install._has_pip() else f"{shlex.quote(sys.executable)} -m pip"
     (tmp_path / "constraints.txt").touch()
     wheel = "https://example.org/whet-0.1.0-py3-none-any.whl"
     repository = {"vcs": "git", "commit_id": "abc"}
@@ -676,7 +676,7 @@ rl own --model my-model --data gone/rows.csv --dry-run | 'gone/rows.csv': no suc
 rl own --model my-model --data latin.csv --dry-run | save the file as UTF-8
 rl own --model my-model --data binary.jsonl --dry-run | no row is good; check the file's format
 rl own --model cut --data questions.csv --dry-run | cut/model.safetensors: not a readable safetensors file
-plan my-model | 'my-model' is a model, not a recipe: own --model my-model
+plan my-model | 'my-model' is a model, not a recipe: whet rl own --model my-model
 explain rato | --topic: got 'rato', expected one of 'all', 'policy_gradient', 'ratio'
 infer nowhere --prompt hi | 'nowhere': no such run or folder
 serve my-model --policy.adapter a=nowhere | 'nowhere': no such run or folder

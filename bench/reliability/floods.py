@@ -34,6 +34,7 @@ from whet.model.config import ModelConfig
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
 from whet.model.weights import build_model
+from whet.processes import end_with_parent, start
 from whet.schema import SCHEMAS
 
 HOST, KEY = "127.0.0.1", "honest"
@@ -215,6 +216,7 @@ FLOODS: dict[str, Flood] = {
 
 def run_flood(name: str, port: int, seconds: float, count: Any, begun: Any) -> None:
     """Run a flood until its time is over; count what its clients did, and say when it begins."""
+    end_with_parent()
     flood = FLOODS[name]
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 65536), most))
@@ -351,7 +353,7 @@ def main() -> int:
         if options.model is None:
             save_model(model)
         command = [sys.executable, "-c", SERVE, str(model), KEY]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with start(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             try:
                 line = process.stdout.readline()

@@ -12,7 +12,9 @@ from whet import __main__, cli
 from whet.inspect.doctor.determinism import BASE, SMALL, Trace, check_determinism, compare
 from whet.types import UserError
 
-FAKE = """#!{python} -SE
+FAKE = """#!/bin/sh
+'''exec' '{python}' -SE "$0" "$@"
+''' # the path of Python may have a space, which a first line with #! cannot
 import json, shutil, sys
 from pathlib import Path
 words = sys.argv[1:]

@@ -235,6 +235,7 @@ def check(run: RLConfig | SFTConfig) -> None:
         assert total == pytest.approx(value, rel=0.10), phase
 
 
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("kept", [True, False])
 def test_logits_that_are_not_kept_are_made_in_chunks(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kept:

@@ -508,7 +508,8 @@ def test_a_tool_is_run_with_the_steps_in_its_environment(
     nsight.install(tool, tmp_path / "bin")
     (
         tmp_path / "whet"
-    ).mkdir()  # in place of the package: what the tool starts is `python -m whet rl demo ...`
+    ).mkdir()  # instead of the package: what the tool starts is `python -m whet rl demo ...`
+    (tmp_path / "whet/__init__.py").touch()  # a folder without it comes after the package of a PYTHONPATH
     (tmp_path / "whet/__main__.py").write_text(TINY_PROGRAM)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOLD", str(tmp_path / "told"))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import seeing
 import torch
+from needs import needs
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -161,6 +162,7 @@ def test_sampler_equals_trainer_bitwise(name: str, precision: str, monkeypatch: 
     assert torch.equal(again, drawn)
 
 
+@needs("kernels")  # the step is one of theirs
 def test_the_compiled_step_runs_on_quantised_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does while copies are kept; when they are dropped, nothing of them is left."""
     model, calls = make_model("llama"), []

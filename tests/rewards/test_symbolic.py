@@ -158,16 +158,17 @@ def test_expressions_are_equal_only_where_enough_points_agree(monkeypatch: pytes
         assert identity.expressions_equal(left, right) == (count >= identity.MIN_POINTS)
 
 
-def test_units_conflict_only_where_both_are_known_and_differ() -> None:
-    assert units_conflict("cm", "kg")
-    assert units_conflict("meters", "minutes")
-    for left, right in (
-        ("cm", "cm"),
-        ("cm", ""),
-        ("", "kg"),
-        ("cm", "wombats"),
-        ("wombats", "kg"),
-        ("cm", ".."),
+def test_units_conflict_where_both_are_there_and_name_different_things() -> None:
+    for left, right, expected in (
+        ("cm", "kg", True),
+        ("meters", "minutes", True),
+        ("cm", "wombats", True),  # as apples are no oranges: an unknown word does not make a length right
+        ("apples", "oranges", True),
+        ("red apples", "apples", False),
+        ("cm", "cm", False),
+        ("cm", "", False),
+        ("cm", "..", False),
+        ("wombats", "units", False),
     ):
-        assert not units_conflict(left, right), (left, right)
-        assert not units_conflict(right, left), (left, right)
+        assert units_conflict(left, right) is expected, (left, right)
+        assert units_conflict(right, left) is expected, (right, left)

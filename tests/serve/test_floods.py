@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 for package in ("uvicorn", "starlette"):
-    pytest.importorskip(package, reason="whet serve is an extra: pip install 'whet[web]'")
+    pytest.importorskip(package, reason="whet serve is an extra: pip install 'whet-rl[web]'")
 
 PROGRAM = Path(__file__).parents[2] / "bench" / "reliability" / "floods.py"
 FEW = (

@@ -78,6 +78,8 @@ def make(name: str, folder: Path) -> Task:
         path = rows(folder / "c.jsonl", *cases)
     elif name == "yes_no":
         path = rows(folder / "y.jsonl", *({"question": f"q{n}?", "answer": n % 2 == 0} for n in range(90)))
+    elif name.startswith("chess"):
+        require("stockfish")
     elif name == "mixture":
         weights = {"countdown": 1.0, "letters": 1.0}
         return load_task(TaskConfig(name=name, weights=weights, num_problems=100))

@@ -150,6 +150,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 if keeps:
                     kept.append(weights)
             columns.append((logprob, entropy, normaliser, total))
+            logits = weights = None  # not held beside those of the next chunk
         logprobs, entropies, normalisers, totals = (torch.cat(part) for part in zip(*columns, strict=True))
         ctx.save_for_backward(hidden_MD, weight_VD, targets_M, normalisers, entropies, totals, *kept)
         ctx.options = (temperature, num_valid, sets, chunk, cap)
@@ -193,6 +194,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 hidden = hidden_MD[rows].to(exact)
                 grad_weight = dz.t() @ hidden if grad_weight is None else grad_weight.addmm_(dz.t(), hidden)
+            logits = weights = dz = slope = None  # not held beside those of the next chunk
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight_VD.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None, None

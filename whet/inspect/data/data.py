@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from whet.cli import Program
-from whet.config import dump_yaml
+from whet.config import dump_yaml, user_path
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.inspect.data.overlap import VIEWS, Overlap, Texts, View, compare, fold_prompts
 from whet.model.weights import stored_shape
@@ -171,7 +171,7 @@ def _policy(config: DataReportConfig, task: Task) -> Policy | None:
         if config.tokenizer == "bytes":
             return None
         chosen = PolicyConfig(tokenizer=config.tokenizer)
-        folder = Path(config.tokenizer).expanduser()
+        folder = user_path(config.tokenizer)
         # Rows with images are encoded with the images' tokens, which are the model's.
         if (folder / "config.json").is_file() and stored_shape(folder).vision is not None:
             chosen = PolicyConfig(init=config.tokenizer)
