@@ -261,9 +261,22 @@ class ResponseSchema:
 
     def render_result(self, text: str) -> str:
         """Wrap a tool's output in result tags; tags inside it are removed, so that it cannot close a block."""
-        for tag in (*self.tags, *self.tool_tags):
-            text = text.replace(tag, "")
-        return f"{self.result_open}{text}{self.result_close}"
+        return f"{self.result_open}{self.without_tags(text)}{self.result_close}"
+
+    def without_tags(self, text: str) -> str:
+        """Remove the schema's tags, also those that appear once others are removed."""
+        tags = tuple(tag for tag in (*self.tags, *self.tool_tags) if tag)
+        if not any(tag in text for tag in tags):
+            return text
+        longest, ends = max(map(len, tags)), {tag[-1] for tag in tags}
+        kept: list[str] = []
+        for letter in text:
+            kept.append(letter)
+            if letter in ends:
+                end = "".join(kept[-longest:])
+                if lengths := [len(tag) for tag in tags if end.endswith(tag)]:
+                    del kept[-max(lengths) :]
+        return "".join(kept)
 
     def split_results(self, text: str) -> list[tuple[str, bool]]:
         """Cut a demonstration into (piece, whether the model writes it): the model only reads tool results."""

@@ -74,10 +74,12 @@ TEMPLATES = {
 USER = [{"role": "user", "content": "What is 2+2?"}]
 CHAT = [
     {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Hi <think>"},
+    {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": "Hello."},
     *USER,
 ]
+MARKED = [CHAT[0], {"role": "user", "content": "Hi <think>"}, *CHAT[2:]]
+"""With a control token among the user's words: text, as `split_special_tokens` has it."""
 
 
 def folder_of(folder: Path, template: str | None, *, adds_bos: bool = False) -> Path:
@@ -103,12 +105,18 @@ def test_a_plain_model_is_asked_as_in_transformers(tmp_path: Path, name: str, ad
     transformers = pytest.importorskip("transformers")
     folder = folder_of(tmp_path, TEMPLATES[name], adds_bos=adds_bos)
     theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), whet.load(folder)
+    options: dict[str, Any] = {"add_generation_prompt": True}
     for messages in (USER, CHAT):
-        options: dict[str, Any] = {"add_generation_prompt": True}
         text = theirs.apply_chat_template(messages, tokenize=False, **options)
         assert ours.prompt_text(messages) == text
         ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
         assert ours.prompt_ids(messages) == list(ids)
+    text = theirs.apply_chat_template(MARKED, tokenize=False, **options)
+    assert ours.prompt_text(MARKED) == text
+    before, words, after = text.partition("Hi <think>")
+    pieces = [(before, False), (words, True), (after, False)]  # of bytes: no token joins two of them
+    found = [theirs.encode(t, add_special_tokens=False, split_special_tokens=split) for t, split in pieces]
+    assert ours.prompt_ids(MARKED) == sum(found, [])
     assert ours.prompt_ids("What is 2+2?") == ours.prompt_ids(USER)
     if name == "qwen3":
         text = theirs.apply_chat_template(USER, tokenize=False, enable_thinking=False, **options)

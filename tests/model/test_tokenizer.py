@@ -13,8 +13,9 @@ import tokenizers
 from needs import SHARED, needs, require
 from tokenizers import decoders, models, normalizers
 
+from whet.model.text.boards import boards
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
-from whet.model.text.tokenizer import Tokenizer
+from whet.model.text.tokenizer import Tokenizer, _worst_growth
 from whet.types import UserError
 
 GPT2 = SHARED / "data/tokenizers/gpt2"
@@ -543,6 +544,50 @@ def test_a_tokenizer_that_multiplies_text_is_refused(
     (tmp_path / "tokenizer.json").write_text(json.dumps(content | change))
     with pytest.raises(UserError, match=f"tokenizer.json: {part}"):
         Tokenizer.load(tmp_path)
+
+
+def replaced(*pairs: tuple[str, str]) -> list[dict[str, Any]]:
+    """Return replacements of fixed texts, and of regular expressions where they begin with a slash."""
+    return [
+        {
+            "type": "Replace",
+            "pattern": {"Regex": old[1:]} if old.startswith("/") else {"String": old},
+            "content": new,
+        }
+        for old, new in pairs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "worst", "growth"),
+    [
+        (replaced(*((letter, letter * 9) for letter in "abcdefgh")), "a", 9),  # none meets another's
+        (replaced(("a", "bb"), ("b", "cc"), ("c", "dd")), "a", 8),  # each meets the one before it
+        (replaced(("c", "dd"), ("b", "cc"), ("a", "bb")), "a", 2),
+        (replaced(*[("aa", "a")] * 90), "b", 1),
+        (replaced(*[(r"/\s+", " ")] * 90), "b", 1),
+        (replaced(*[("/(?<=[ab])(?=[ab])", "-")] * 50), "ab", 2),  # one of them finds a place
+        (replaced(*[("/(?<=[ab])(?=[ab])", "a")] * 6), "ab", 2**6),  # what is written asks for more
+        (replaced(*[("/(?<=[ab])(?=[ab-])", "-")] * 50), "ab", 51),
+    ],
+)
+def test_the_worst_growth_of_replacements_is_bounded(
+    steps: list[dict[str, Any]], worst: str, growth: int
+) -> None:
+    """Against the library on the worst text: the bound is not below what happens, and not far above it."""
+    node = {"type": "Sequence", "normalizers": steps}
+    backend = tokenizers.Tokenizer(models.BPE())
+    content = json.loads(backend.to_str()) | {"normalizer": node}
+    normalizer = tokenizers.Tokenizer.from_str(json.dumps(content)).normalizer
+    text = worst * 200
+    got = len(normalizer.normalize_str(text)) / len(text)
+    assert got == pytest.approx(growth, rel=0.02)
+    assert got <= _worst_growth(steps) <= growth * 1.01
+
+
+def test_a_tokenizer_of_many_steps_that_never_meet_is_read(tmp_path: Path) -> None:
+    boards().save(tmp_path)
+    assert Tokenizer.load(tmp_path).fingerprint == boards().fingerprint
 
 
 def test_a_panic_over_a_text_is_a_user_error(tmp_path: Path) -> None:

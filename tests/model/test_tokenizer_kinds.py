@@ -356,10 +356,11 @@ def test_unknown_words_are_named(loaded: dict[str, Tokenizer], tmp_path: Path) -
         policy.check_alphabet([Problem(uid="1", task="t", prompt="a cab", answer="ab")])
 
 
+@pytest.mark.parametrize("missing", ["sentencepiece", "google.protobuf"])
 def test_without_its_extra_the_conversion_says_what_to_install(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    missing: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(UserError, match=r"no tokenizer.json there; .* pip install .*\[convert\]'?[, ]"):
         Tokenizer.load(folders["llama"])
 

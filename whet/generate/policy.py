@@ -433,6 +433,8 @@ class Policy:
         quote = functools.partial(self.tokenizer.quoted, by_assistant=True)
         problem = replace(problem, solution=quote(problem.solution), answer=quote(problem.answer))
         for piece, is_written in self.schema.split_results(self.solution_text(problem, thinking)):
+            if not is_written:
+                piece = self._result(piece[len(self.schema.result_open) : -len(self.schema.result_close)])
             more = self.tokenizer.encode(piece)  # piece by piece, as an episode reads and writes them
             ids += more
             trained += [is_written] * len(more)
@@ -509,15 +511,20 @@ class Policy:
                 tokens that close the policy's message before it and open the next one after it.
         """
         if inline:
-            return tuple(self.tokenizer.encode(self.schema.render_result(self.tokenizer.quoted(text))))
+            return tuple(self.tokenizer.encode(self._result(text)))
         ids = self.tokenizer.encode_next(text, prefix=self.schema.generation_prefix)
         return tuple(ids[1:] if ids[:1] == [last_id] and last_id in self.stop_ids else ids)
 
+    def _result(self, text: str) -> str:
+        """Write a tool's result: the schema's tags are removed, other control tokens are text."""
+        return self.schema.render_result(self.tokenizer.quoted(self.schema.without_tags(text)))
+
     def completion_text(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> str:
-        """Return a completion's text: exactly its tokens, without a final end-of-text token (a final tag stays)."""
+        """Return a completion's text: exactly its tokens, without a final end of text or turn (a final tag stays)."""
         ids = list(completion_ids)
         tags = (*self.schema.tags, *self.schema.tool_tags)
-        if ids and ids[-1] in self.stop_ids and self.tokenizer.token_text(ids[-1]) not in tags:
+        is_end = bool(ids) and (ids[-1] in self.stop_ids or ids[-1] == self.turn_end)
+        if is_end and self.tokenizer.token_text(ids[-1]) not in tags:
             ids.pop()
         return self.tokenizer.decode_completion(prompt_ids, ids)
 

@@ -7,11 +7,12 @@ import datetime
 import functools
 import hashlib
 import json
+import math
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -52,9 +53,10 @@ LOCAL_STEPS = frozenset({"ByteLevel", "ByteFallback", "Fuse"})
 """Steps of decoders that spell a token alike at the start of a text and inside it."""
 
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-MAX_GROWTH, MAX_STEPS, MAX_PATTERN = 256, 100, 2**14
-"""Bounds of an untrusted tokenizer's parts: how many times as long they may make a text, their steps, and the letters
-of a pattern. SentencePiece's table of characters alone makes 33 bytes of one letter."""
+MAX_GROWTH, MAX_STEPS, MAX_PATTERN, MAX_CLASS = 256, 100, 2**14, 2**12
+"""Bounds of an untrusted tokenizer's parts: how many times as long they may make a text, their steps, the letters
+of a pattern, and those of a class in it that are looked at one by one. SentencePiece's table of characters alone makes
+33 bytes of one letter."""
 
 Values = Mapping[str, bool | str]
 """Further values for a chat template that are kept with it, such as enable_thinking."""
@@ -949,30 +951,150 @@ def _check_growth(backend: tokenizers.Tokenizer) -> None:
         UserError: With the part.
     """
     for part, steps in _pipeline(backend).items():
-        growth = 1.0
         for step in steps:
-            growth *= _growth(step)
             if len(json.dumps(step.get("pattern"))) > MAX_PATTERN:
                 raise UserError(
                     f"tokenizer.json: {part} has a pattern of over {MAX_PATTERN:,} characters; it is not read"
                 )
-        if growth > MAX_GROWTH or len(steps) > MAX_STEPS:
+        growth = _worst_growth(steps) if len(steps) <= MAX_STEPS else math.inf
+        if growth > MAX_GROWTH:
             raise UserError(
                 f"tokenizer.json: {part} could make a text {min(growth, 1e9):,.0f} times as long in {len(steps)} "
                 f"steps; expected at most {MAX_GROWTH} times in {MAX_STEPS}"
             )
 
 
+ATOM = r"(?:\[\^?[^\[\]\\&^]+\]|\\[ sSdDwWnrt]|[^\[\]\\(){}|.*+?^$])"
+"""Of a regular expression: a letter or a plain class of letters, which means the same in every dialect."""
+FIRST = re.compile(rf"\^?({ATOM})(?:\+|\{{[1-9]|(?=\(|$|{ATOM}))")
+BEHIND = re.compile(rf"\(\?<=(?:{ATOM})*?({ATOM})\)(?=\(|$)")
+NEVER = rf"(?:{ATOM}\{{0\}}|\(\?:[^()]*\)\{{0\}})*+"
+AHEAD = re.compile(rf"\(\?={NEVER}(?:(?=\(\?:[^()]*\)\{{[1-9])\(\?:)?({ATOM})(?:\{{[1-9]|(?![*+?{{]))")
+
+
+class _Letters(NamedTuple):
+    """What a pattern asks for where it matches: the letter that it replaces, or those before and after the place."""
+
+    replaced: frozenset[str] | None = None
+    before: frozenset[str] | None = None
+    after: frozenset[str] | None = None
+
+
+def _class_letters(atom: str) -> frozenset[str] | None:
+    """Return the letters that an atom stands for; None: any."""
+    if atom == "\\ ":
+        return frozenset(" ")
+    if not atom.startswith("["):
+        return None if atom.startswith("\\") else frozenset(atom)
+    if atom.startswith("[^") or re.search(r"-.-|--", atom):
+        return None
+    pairs = re.findall(r"(.)(?:-(.))?", atom[1:-1], re.DOTALL)
+    ranges = [range(ord(first), ord(last or first) + 1) for first, last in pairs]
+    return frozenset(chr(n) for some in ranges for n in some) if sum(map(len, ranges)) <= MAX_CLASS else None
+
+
+def _asked_letters(pattern: str) -> _Letters | None:
+    """Read the plainest forms of regular expressions; None: another one, which may match between any two letters."""
+    if "|" in pattern:
+        return None
+    if first := FIRST.match(pattern):
+        return _Letters(replaced=_class_letters(first[1]))
+    behind = BEHIND.match(pattern)
+    before = _class_letters(behind[1]) if behind else None
+    if behind is None or before is None:
+        return None
+    rest = pattern[behind.end() :]
+    ahead = AHEAD.match(rest)
+    return _Letters(before=before, after=_class_letters(ahead[1]) if ahead else None)
+
+
+class _Weights(dict[str, float]):
+    """Into how many letters one letter of a text may grow in the steps that follow."""
+
+    rest = 1.0
+
+    def __missing__(self, letter: str) -> float:
+        return self.rest
+
+    def of(self, text: str) -> float:
+        return sum(map(self.__getitem__, text))
+
+    def most(self) -> float:
+        return max(self.rest, *self.values()) if self else self.rest
+
+    def change(self, change: Callable[[float], float]) -> None:
+        """Change those of all letters."""
+        self.update({letter: change(weight) for letter, weight in self.items()})
+        self.rest = change(self.rest)
+
+
+def _worst_growth(steps: Sequence[Mapping[str, Any]]) -> float:
+    """Bound by how much steps, one after the other, may multiply a text's length.
+
+    Steps are read from the last to the first. A product of each step's own factor would refuse dozens of replacements
+    that never meet: what one of them writes is counted with what the later ones make of those letters alone.
+    """
+    weights = _Weights()
+    todo = list(steps)
+    while todo:
+        step = todo.pop()
+        if step.get("type") == "Replace":
+            content, pattern = step["content"], step["pattern"]
+            most = weights.of(content)
+            if letters := pattern.get("String", ""):
+                share = most / len(letters)  # each letter of a match gives way to its share of the content
+                new = {x: share if len(letters) == 1 else max(weights[x], share) for x in set(letters)}
+                weights.update(new)
+                continue
+            asked = _asked_letters(pattern.get("Regex", ""))
+            if asked is None:  # it may match between letters
+                weights.change(lambda weight, more=most: weight + more)
+            elif asked.before is None:
+                if asked.replaced is None:
+                    weights.change(lambda weight, more=most: max(weight, more))
+                else:
+                    weights.update({x: max(weights[x], most) for x in asked.replaced})
+            else:
+                # A letter that has got something after it is followed by none that the neighbouring steps ask for:
+                # of such steps one counts.
+                after, firsts = asked.after, set(content[:1])
+                while _is_alone(asked, content) and after is not None and todo:
+                    other = _replacement(todo[-1])
+                    if other is None or other[0].before != asked.before or other[0].after is None:
+                        break
+                    wider = after | other[0].after
+                    starts = firsts | set(other[1][:1])
+                    if not _is_alone(other[0], other[1]) or wider & starts:
+                        break
+                    after, firsts, most = wider, starts, max(most, weights.of(other[1]))
+                    todo.pop()
+                weights.update({x: weights[x] + most for x in asked.before})
+        elif step.get("type") == "Prepend":
+            more = weights.of(step["prepend"])
+            weights.change(lambda weight, more=more: weight + more)
+        else:  # each letter may become any others
+            most = weights.most() * _growth(step)
+            weights = _Weights()
+            weights.rest = most
+        if weights.most() > 1e12:
+            break
+    return weights.most()
+
+
+def _replacement(step: Mapping[str, Any]) -> tuple[_Letters, str] | None:
+    """Return what an insertion behind certain letters asks for, and what it writes."""
+    asked = _asked_letters(step["pattern"].get("Regex", "")) if step.get("type") == "Replace" else None
+    return None if asked is None or asked.before is None else (asked, step["content"])
+
+
+def _is_alone(asked: _Letters, content: str) -> bool:
+    """Say whether an insertion writes something, and none of the letters behind which it writes."""
+    return bool(content) and asked.before is not None and not asked.before & set(content)
+
+
 def _growth(step: Mapping[str, Any]) -> float:
-    """Return by how much a step may multiply a text's length."""
+    """Return by how much a step that is no replacement may multiply a text's length."""
     kind = step.get("type")
-    if kind == "Replace":
-        pattern = step["pattern"]
-        letters = len(pattern["String"]) if "String" in pattern else 0
-        content = len(step["content"])
-        return max(1.0, content / letters) if letters else 1.0 + content  # a regex may match between letters
-    if kind == "Prepend":
-        return 1.0 + len(step["prepend"])
     if kind == "Precompiled":  # a trie, then the texts that it replaces others by, each with a 0 at its end
         data = base64.b64decode(step["precompiled_charsmap"] or "")
         texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
@@ -990,6 +1112,7 @@ def _converted(folder: Path) -> tuple[str, dict[str, str]]:
         The text of such a file, and the tokens' roles.
     """
     try:
+        import google.protobuf  # noqa: F401  # it reads sentencepiece's files
         import sentencepiece  # noqa: F401  # pyright: ignore[reportMissingImports]
         from transformers import AutoTokenizer
     except ImportError:
