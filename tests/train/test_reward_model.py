@@ -49,8 +49,10 @@ def make_config(halfway: Any, reward_folder: Path, out: Path, **changes: Any) ->
     return replace(config, **changes)
 
 
+@pytest.mark.ci
 def test_reinforcement_raises_the_models_score(halfway: Any, reward_folder: Path, tmp_path: Path) -> None:
-    rl.train(make_config(halfway, reward_folder, tmp_path / "run"))
+    # Of 8 prompts a step's mean is mostly which ones were drawn; of 24 the rise is 2 spreads without kernels.
+    rl.train(make_config(halfway, reward_folder, tmp_path / "run", num_prompts=24))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     scores = [row["rl/reward/model"] for row in rows]
     assert all(row["rl/reward_mean"] == pytest.approx(row["rl/reward/model"]) for row in rows)

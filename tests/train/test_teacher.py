@@ -149,8 +149,10 @@ def test_the_teacher_alone_pulls_the_policy_to_itself(kind: Any, halfway: Any, t
     assert all("rl/kl" not in row for row in rows)
 
 
+@pytest.mark.ci
 def test_adapters_alone_are_pulled_to_the_teacher(halfway: Any, tmp_path: Path) -> None:
-    config = make_config(halfway, tmp_path, lora=LoRAConfig(rank=8))
+    # Three steps of 16 prompts are too few to tell: one long tail makes them 0.3 to 4.6 times the first, by the seed.
+    config = make_config(halfway, tmp_path, lora=LoRAConfig(rank=8), num_prompts=32, num_steps=20)
     config = replace(config, optim=replace(config.optim, lr=1e-2))
     start = load_policy(config.policy, seed=0).model
     policy = rl.train(config)
