@@ -17,6 +17,7 @@ from whet.cli import Program
 from whet.config import dump_yaml, user_path
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.inspect.data.overlap import VIEWS, Overlap, Texts, View, compare, fold_prompts
+from whet.model.files import read_json
 from whet.model.weights import stored_shape
 from whet.report.plots import COLOURS, MUTED, STYLE, matplotlib_for
 from whet.storage.folder import dated, open_run
@@ -171,15 +172,23 @@ def _policy(config: DataReportConfig, task: Task) -> Policy | None:
         if config.tokenizer == "bytes":
             return None
         chosen = PolicyConfig(tokenizer=config.tokenizer)
-        folder = user_path(config.tokenizer)
         # Rows with images are encoded with the images' tokens, which are the model's.
-        if (folder / "config.json").is_file() and stored_shape(folder).vision is not None:
+        if _sees(user_path(config.tokenizer)):
             chosen = PolicyConfig(init=config.tokenizer)
     elif config.tokenizer != "bytes":
         chosen = replace(chosen, tokenizer=config.tokenizer)
     policy = load_policy(chosen, seed=0, weights=False)
     policy.expect(answer_type_of(task))
     return policy
+
+
+def _sees(folder: Path) -> bool:
+    """Return whether a folder holds a model that sees, or an adapter of one that lies on this machine."""
+    if (folder / "adapter_config.json").is_file():
+        folder = user_path(
+            str(read_json(folder / "adapter_config.json").get("base_model_name_or_path") or "")
+        )
+    return (folder / "config.json").is_file() and stored_shape(folder).vision is not None
 
 
 def _unit(config: DataReportConfig) -> str:
