@@ -98,8 +98,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--skipped-to",
         metavar="FILE",
-        help="list skipped tests there, for pytest @FILE",
+        help="list skipped tests there, for --skipped-in",
     )
+    parser.addoption("--skipped-in", metavar="FILE", help="run only tests that are listed there")
 
 
 WATCHED = pytest.StashKey[subprocess.Popen[bytes]]()
@@ -129,6 +130,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = pytest.mark.skip(reason="longer than a few seconds: run with --slow")
     ci = pytest.mark.skip(reason="seconds for what rarely changes: .ci/run has it; run with --ci or --slow")
     gpu = pytest.mark.skip(reason="needs a CUDA device, and is asked for: -m gpu")
+    if path := config.getoption("--skipped-in"):
+        listed = set(Path(path).read_text(encoding="utf-8").split("\n"))
+        # A file may have been skipped whole, and a test before it got its parameters.
+        chosen = [
+            i
+            for i in items
+            if not listed.isdisjoint((i.nodeid, *i.nodeid.split("[", 1)[:1], i.nodeid.split("::")[0]))
+        ]
+        config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
+        # The longest come first, so that neither core is idle at the end.
+        items[:] = sorted(chosen, key=lambda item: not item.nodeid.startswith("tests/learning"))
     for item in items:
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(slow)
