@@ -121,7 +121,8 @@ def test_a_pipe_gets_answers_alone(make: Make) -> None:
     assert seat.say("/think") == ("", "1+1\n")
 
 
-def test_a_terminal_folds_the_thinking(make: Make) -> None:
+def test_a_terminal_folds_the_thinking(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # a dumb terminal wipes nothing
     seat = make(is_terminal=True)
     shown, _ = seat.say("1+1=")
     assert "thought for 4 tokens (/think shows it)" in shown  # 1 + 1 </think>
