@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-sys.path.append(str(Path(__file__).parent.parent / "edit"))
+sys.path.append(str(Path(__file__).parent.parent / "editing"))
 from patient import SHAPE, fresh
 
 from whet import __main__

@@ -532,16 +532,18 @@ def without_prose(text: str) -> str:
         text: A program, perhaps with sentences before and after it.
 
     Returns:
-        Its lines from the first that looks like Python to the last before a sentence; '' if none does.
+        Its lines from the first that looks like Python to the last before a sentence; '' if none does, or if what
+        follows defines the same once more: two programs are no answer.
     """
     lines = textwrap.dedent(text).split("\n")
     first = next((at for at, line in enumerate(lines) if line.strip() and _is_code(line)), len(lines))
-    found: list[str] = []
-    for line in lines[first:]:
-        if line.strip() and not _is_code(line):
-            break
-        found.append(line)
-    return "\n".join(found).strip("\n")
+    end = next(
+        (at for at, line in enumerate(lines[first:], first) if line.strip() and not _is_code(line)),
+        len(lines),
+    )
+    program = "\n".join(lines[first:end]).strip("\n")
+    again = re.findall(r"\b(?:def|class)[ ]+(\w+)", "\n".join(lines[end:]))
+    return "" if not _defined(program).isdisjoint(again) else program
 
 
 def _defined(code: str) -> set[str]:
