@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from whet.types import UserError
 
 DISTRIBUTION = "whet-rl"
-"""Name of the package in an index, where `whet` is somebody else's; what is imported is `whet`."""
+"""Name of the package in an index; `whet` belongs to another project there, and the import stays `whet`."""
 CORE = (
     "torch",
     "numpy",

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from multiprocessing.process import BaseProcess  # 20 ms that nobody else needs
+    from multiprocessing.process import BaseProcess  # 20 ms that other callers do not need
 
 PR_SET_PDEATHSIG = 1
 TICK_S = 0.2
@@ -187,7 +187,7 @@ def end_with_parent(parent: int = 0) -> None:
         parent: The parent's process id, taken before the fork; 0 for what `multiprocessing` knows.
     """
     if not parent:
-        import multiprocessing  # 20 ms that nobody else needs
+        import multiprocessing  # 20 ms that other callers do not need
 
         found = multiprocessing.parent_process()
         parent = found.pid or 0 if found is not None else os.getppid()
