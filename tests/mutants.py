@@ -1343,7 +1343,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("guard", "        and sides == other_sides", "        and True"),
         ("choice", "2 * num_texts > num_golds", "2 * num_texts > 2 * num_golds"),
     ],
-    ("rewards/answers/units.py", ("tests/rewards/test_neighbours.py",)): [
+    ("rewards/answers/units.py", ("tests/rewards/test_neighbours.py", "tests/rewards/test_symbolic.py")): [
         ("sign", "            sign = -1", "            sign = 1"),
         ("factor", 'powers[last] *= 2 if word[0] == "s" else 3', "powers[last] *= 1"),
         ("choice", "return first != second", "return first.keys() != second.keys()"),

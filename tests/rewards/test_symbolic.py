@@ -15,7 +15,7 @@ from whet.rewards.answers import identity, symbolic
 from whet.rewards.answers.equal import answers_equal
 from whet.rewards.answers.expression import parse_expression as tree
 from whet.rewards.answers.symbolic import answers_equal_symbolically, needs_symbols, symbolic_equal_pairs
-from whet.rewards.answers.units import units_conflict
+from whet.rewards.answers.units import unit_powers, units_conflict
 from whet.types import UserError
 
 needs_math_verify = needs("math_verify")
@@ -172,3 +172,10 @@ def test_units_conflict_where_both_are_there_and_name_different_things() -> None
     ):
         assert units_conflict(left, right) is expected, (left, right)
         assert units_conflict(right, left) is expected, (right, left)
+    # Powers are spelled before the unit or behind it.
+    assert unit_powers("cm squared") == unit_powers("square cm") == {"cm": 2}
+    assert unit_powers("cm cubed") == {"cm": 3}
+    assert answers_equal("12 cm squared", "12 cm^2")
+    assert answers_equal("12 cubic cm", "12 cm cubed")
+    assert not answers_equal("12 cm squared", "12 cm")
+    assert not answers_equal("12 cm cubed", "12 cm^2")
