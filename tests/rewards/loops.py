@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 SIZE = 64 * 1024
-LITTLE = 0.1  # seconds; the dearest takes 0.028 on a quiet core, one whose time is quadratic 0.4 and more
+LITTLE = 0.1  # seconds; the dearest takes 0.03 on a quiet core, one whose time is quadratic 0.4 and more
 
 
 def seconds(function: Callable[..., Any], *arguments: str) -> float:

@@ -45,7 +45,10 @@ LONGEST_NUMBER = 2048
 LONGEST_TAIL = 64 * 1024
 """Boxes that open further than this from the end of the text are ignored."""
 
-_BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|\\.|\{+|\}+", re.DOTALL)
+_BOX_TOKEN = re.compile(
+    r"\\(?:boxed|fbox)(?:\{(?P<plain>[^{}\\]*)\}|(?![A-Za-z]))|\\.|\{+|\}+",
+    re.DOTALL,
+)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 _FENCES = re.compile(r"(?:\s|\$|\\[\])]|\.(?![0-9]))+$")
 """What ends a line behind an open box: delimiters of mathematics, a full stop."""
@@ -54,6 +57,8 @@ LONGEST_FORMULA = 2000
 
 LONGEST_GAP = 60
 """Longest gap (in characters) between two boxes of one list."""
+MOST_BOXES = 256
+"""How many boxes of a text, from its end, are looked at: more are a model that repeats itself."""
 LONGEST_SCALED = 60
 """Longest number with Chinese scale words (in characters)."""
 LONGEST_REMARK = 100
@@ -283,6 +288,7 @@ def from_box(text: str, *, closed: bool = False) -> str | None:
     if max(text.rfind("\\boxed"), text.rfind("\\fbox")) < 0:
         return None
     contents, bare_at, braced_at, open_at = _boxes(text)
+    contents = contents[-MOST_BOXES:]
     outer = _outer(contents)
     hope = text.rfind("I hope it is correct")
     if hope > 0 and "final answer is" in text[max(bare_at, braced_at) : hope].lower():
@@ -370,7 +376,11 @@ def _boxes(text: str) -> tuple[list[tuple[int, int, int]], int, int, int]:
     box_ended_at = -1  # end of a box command whose brace has not come yet
     for token in _BOX_TOKEN.finditer(text, first.start() if first else len(text)):
         mark = token.group()
-        if mark[0] == "{":
+        if token.lastgroup:  # a box without braces inside, at once: most are, and a repeated one comes by the thousand
+            contents.append((token.start(), *token.span("plain")))
+            braced_at = token.end() - 1
+            box_ended_at = -1
+        elif mark[0] == "{":
             is_box = box_ended_at >= 0 and not text[box_ended_at : token.start()].strip()
             opened.append(token.start() + 1 if is_box else -1)
             opened.extend([-1] * (len(mark) - 1))
