@@ -247,6 +247,30 @@ def test_inputs_are_the_files_that_settings_name_and_the_problems_in_their_order
     assert inputs_of(config, moved)["problems"] == f"{count} {digest}"
 
 
+def test_what_a_reward_imports_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules beside the file, of packages, relative ones, and what they import; no installed package."""
+    files = {
+        "mine/reward.py": "import json, helper\nfrom parts import units as u\ndef f():\n    import late",
+        "mine/helper.py": "import helper, numpy",
+        "mine/late.py": "",
+        "mine/unused.py": "",
+        "mine/parts/__init__.py": "",
+        "mine/parts/units.py": "from . import tables\nfrom ..mine import nothing",
+        "mine/parts/tables.py": "this is no Python",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    found = inputs_of(Settings(inner=Inner(names=("mine/reward.py:f=0.5",))), PROBLEMS)
+    of_mine = {name.partition(": ")[2] for name in found if ":" in name}
+    assert of_mine == set(files) - {"mine/unused.py"}
+    monkeypatch.chdir(tmp_path / "mine")
+    found = inputs_of(Settings(inner=Inner(names=("parts.units:f",))), PROBLEMS)
+    of_mine = {name.partition(": ")[2] for name in found if ":" in name}
+    assert of_mine == {"parts/units.py", "parts/tables.py"}
+
+
 def test_inputs_are_named_as_settings_name_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A project may be moved as a whole; a folder that holds a tokenizer alone counts, and a model's own tools."""
     home = tmp_path / "old"

@@ -6,6 +6,7 @@ Folders of earlier versions have none: their id is derived from config and start
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -232,8 +233,8 @@ def _write_sealed(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
-SPEC = re.compile(r"(?P<file>.+\.py):[^/]+")
-"""A function of one's own as a setting: file.py:name, file.py:name=0.5."""
+SPEC = re.compile(r"(?P<file>.+\.py):[^/]+|(?P<module>[A-Za-z_][\w.]*):[A-Za-z_][^/]*")
+"""A function of one's own as a setting: file.py:name, file.py:name=0.5, package.module:name."""
 SPELLING = (".json", ".jinja", ".model", ".txt")
 """Suffixes of the files of a model's folder that decide how text becomes tokens, and what its config says."""
 NOT_INPUTS = frozenset({"out", "safety", "track", "parallel", "cluster"})
@@ -250,9 +251,9 @@ def inputs_of(
     """Hash what a run reads besides its configuration: a resumed run that read something else would be another run.
 
     These are the problems in their order, every file that a setting names (rows, templates, rubrics, Python files of
-    rewards, tasks and tools), the weights and the tokenizer of every model that a setting names, and whet itself. What
-    a Python file imports, and what images outside of the rows show, is not looked at. Files are named as the setting
-    names them, so that a project may be moved as a whole.
+    rewards, tasks and tools, with those beside them that they import), the weights and the tokenizer of every model
+    that a setting names, and whet itself. Installed packages, and what images outside of the rows show, are not looked
+    at. Files are named as the setting names them, so that a project may be moved as a whole.
 
     Args:
         config: The run's settings, a dataclass.
@@ -307,13 +308,16 @@ def _settings(values: Any, above: str = "") -> Iterator[tuple[str, str]]:
 def _files_of(value: str) -> Iterator[tuple[str, Path]]:
     """Yield the files that a setting's text stands for, with their names: a file, a function's file, or those of a
     model's or a tokenizer's folder."""
-    if not value or "\n" in value or max(map(len, value.split("/"))) > 255:  # a prompt, not a path
+    if not value or "\n" in value or max(map(len, value.split("/"))) > 250:  # a prompt, not a path
         return
     spec = SPEC.fullmatch(value)
-    text = spec["file"] if spec else value
+    text = (spec["file"] or f"{spec['module'].replace('.', '/')}.py") if spec else value
     path = user_path(text)
     if path.is_file():
         yield text, path
+        above = user_path(".") if spec and spec["module"] else path.parent
+        for module in _imported_from(path, above) if path.suffix == ".py" else ():
+            yield os.path.normpath(Path(text).parent / os.path.relpath(module, path.parent)), module
         return
     folder, own = _weights_folder(value), path.absolute()
     if folder is None and any(own.glob("tokenizer*")):
@@ -323,6 +327,34 @@ def _files_of(value: str) -> Iterator[tuple[str, Path]]:
         for inner in sorted(folder.iterdir()):
             if inner.is_file() and (inner.suffix in SPELLING or any(inner.match(name) for name in WEIGHTS)):
                 yield f"{value.rstrip('/')}/{inner.relative_to(above)}", inner
+
+
+def _imported_from(file: Path, root: Path) -> Iterator[Path]:
+    """Yield the files below `root` that a Python file imports, and those that these import; packages' own, too."""
+    waiting, seen = [file], {file}
+    while waiting:
+        path = waiting.pop()
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError, RecursionError):  # said where the file is imported
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                start = path.parents[node.level - 1] if 0 < node.level <= len(path.parents) else root
+                names = [f"{node.module or ''}.{alias.name}".strip(".") for alias in node.names]
+            elif isinstance(node, ast.Import):
+                start, names = root, [alias.name for alias in node.names]
+            else:
+                continue
+            for parts in (name.split(".") for name in names):
+                stems = [start.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
+                for found in [
+                    place for stem in stems for place in (stem.with_suffix(".py"), stem / "__init__.py")
+                ]:
+                    if found not in seen and found.is_file():
+                        seen.add(found)
+                        waiting.append(found)
+                        yield found
 
 
 def known_inputs(folder: Path) -> dict[str, str]:
