@@ -17,6 +17,8 @@ x >= 4  ==  x \ge 4  ##  4 <= x  ==  x\geq 4  ##  x != 9  ==  x \neq 9  ##  {8 \
 # numbers
 2.5 \times 10^{-3}  ==  1/400  ##  3.703703704 \times 10^{-2}  ==  \frac{1}{27}  ##  0.(27)  ==  3/11
 0.\dot{6}  ==  2/3  ##  1.41421  ==  \sqrt2  ##  2.23607  ==  \sqrt{5}  ##  \text{seven}  ==  7
+a dozen  ==  12  ##  half a dozen  ==  6  ##  three dozen  ==  36  ##  two dozen  ==  \text{twenty-four}
+no solution  ==  \emptyset  ##  \varnothing  ==  There is no solution  ##  \{\}  ==  the empty set
 forty-two  ==  42  ##  Two hundred and six  ==  206  ##  EUR 30  ==  30  ##  40¢  ==  40
 \frac{3}{4}\text{ percent}  ==  0.0075  ##  \lceil 2.1 \rceil  ==  3  ##  \lfloor -2.5 \rfloor  ==  -3
 \sqrt{-9}  ==  3i  ##  (-27)^{2/3}  ==  9  ##  (x^2-5)^{5/3}  ==  (x^2-5)\sqrt[3]{x^2-5}^2
@@ -85,6 +87,7 @@ t\left[\begin{matrix}1\\2\end{matrix}\right] - \begin{pmatrix}t\\1\end{pmatrix} 
 so the total is \boxed{31}  ==  31  ##  <answer>31</answer>  ==  31  ##  The final answer is: 31  ==  31
 """
 DIFFERENT = r"""
+a dozen  !=  1  ##  two dozen  !=  2  ##  first dozen  !=  12  ##  \emptyset  !=  0  ##  no solution  !=  0
 0.(27)  !=  0  ##  five twenty  !=  25  ##  forty-two  !=  43  ##  one  !=  1 1  ##  1.414  !=  \sqrt3
 2.23606  !=  \sqrt{6}  ##  2.314 \times 10^{-3}  !=  2314  ##  10²³  !=  10^8  ##  5!=120  !=  5 \neq 120
 x^1 0  !=  0 x  ##  3 k  !=  3  ##  \pi a^2  !=  \pi  ##  \pi r  !=  \pi  ##  x  !=  X

@@ -212,6 +212,10 @@ def spelled_number(text: str) -> str | None:
         Its digits, or None if a word is not a number or is in the wrong place.
     """
     words = re.split(r"[ -]+", text.lower()) if len(text) <= 80 else []
+    if len(words) > 1 and words[-1] == "dozen":
+        many = " ".join(words[:-1])
+        number = {"a": "1", "half a": "1/2"}.get(many) or spelled_number(many)
+        return str(12 * Fraction(number)) if number and not number[-1].isalpha() else None
     if len(words) == 1 and words[0] in _ORDINALS:
         return _ORDINALS[words[0]]
     if len(words) > 1 and words[-1] in _PARTS:  # three quarters, a half

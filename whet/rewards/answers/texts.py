@@ -81,7 +81,10 @@ _ELEMENT = rf"(?:{'|'.join(sorted(_ELEMENTS.split(), key=len, reverse=True))})"
 _FORMULA = re.compile(
     rf"[0-9]?{_ELEMENT}[0-9]{{0,2}}(?:{_ELEMENT}[0-9]{{0,2}}|\((?:{_ELEMENT}[0-9]{{0,2}}){{1,4}}\)[0-9]){{0,6}}"
 )
-_SYNONYMS = {"nosolutions": "nosolution", "norealsolutions": "norealsolution", "dne": "doesnotexist"}
+_SYNONYMS = {"norealsolutions": "norealsolution", "dne": "doesnotexist"} | dict.fromkeys(
+    "∅ emptyset nosolutions nosolutionexists nosolutionsexist thereisnosolution therearenosolutions".split(),
+    "nosolution",
+)
 _TWO_LETTERS = "do|go|he|hi|if|in|is|it|no|of|oh|ok|on|ox|so|to|up|us|we"
 """English words of two letters, of which none is likely to be a product of variables."""
 _WORDS = re.compile(
@@ -164,7 +167,7 @@ def texts_equal(prediction: str, gold: str, read: Text | None) -> bool:
 
 def words_equal(left: str, right: str) -> bool:
     """Compare prose without regard to case, spaces and quotes."""
-    if not (_PROSE.fullmatch(left) and _PROSE.fullmatch(right)):
+    if not all(text == "∅" or _PROSE.fullmatch(text) for text in (left, right)):
         return False
     first, second = (_IDLE_PROSE.sub("", text.lower()) for text in (left, right))
     first, second = (_SYNONYMS.get(text, text) for text in (first, second))
