@@ -92,7 +92,7 @@ def user_path(text: str | Path) -> Path:
     """Return the path that a user wrote, with ~ and ~USER replaced where there is such a user.
 
     Unlike `Path.expanduser` it never raises: without $HOME and an account, as in containers, or for an unknown user,
-    the path stays as it is, and is reported later as one that does not exist.
+    the path is returned unchanged, and is later reported as missing.
     """
     return Path(os.path.expanduser(text))
 

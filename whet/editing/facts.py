@@ -48,7 +48,7 @@ class Fact:
         subject: What it is about.
         prompt: Template with {} in the subject's place; the target follows it.
         target: The new completion.
-        true: What the model says, or should have said, before; '' if nobody knows.
+        true: What the model says, or should have said, before; '' if unknown.
         paraphrases: Whole prompts that ask the same in other words.
         neighbours: Prompts about other subjects.
         openings: Beginnings of texts about the subject, for what the model writes freely.

@@ -51,7 +51,7 @@ class Asked:
     Attributes:
         prompt: The whole prompt.
         new: The edit's target.
-        true: What was true before, or is of a neighbour; None where nobody knows.
+        true: What was true before, or is of a neighbour; None if unknown.
         likeliest: The likeliest next token.
         likeliest_p: Its probability.
     """

@@ -264,7 +264,7 @@ def _other_cache(folder: Path) -> Path:
 
 def _can_be_made(place: Path) -> bool:
     """Say whether a folder can be written or made."""
-    if not place.is_absolute():  # a home that nobody knows
+    if not place.is_absolute():  # a home folder that cannot be found
         return False
     nearest = next(path for path in (place, *place.parents) if os.path.exists(path))
     return os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)

@@ -542,7 +542,7 @@ class Scheduler:
                 if any(token.logprob != token.logprob for token in work.results[-1]):
                     raise RuntimeError(NO_NUMBERS)
                 if len(work.results) < len(work.prompts):
-                    self._scorings.rotate(-1)  # text by text: who has many lets others go between
+                    self._scorings.rotate(-1)  # round robin: one client must not block others
                     return True
             if work.future.set_running_or_notify_cancel():
                 work.future.set_result(work.results)

@@ -173,7 +173,7 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
             advance(1)
     chosen = next(point for point in table if point.name == "selected")
     study.apply(choice)
-    # Not before: measuring takes long, and whoever ends it finds nothing of it.
+    # Not earlier: if the long measurement is interrupted, no folder is left behind.
     open_run(folder, dump_yaml(config), resumable=False)
     write_environment(folder)
     _save(stored, folder, config, fixed + total(choice), chosen.divergence.kl)

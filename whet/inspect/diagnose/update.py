@@ -17,7 +17,7 @@ from whet.train.rl_config import RLConfig
 def gradients(subject: Subject, update: Update) -> Component:
     """Check the gradient of the real step in every tensor."""
     part, model, optim = Component("Gradient flow"), subject.policy.model, subject.run.optim
-    # Where adapters are trained, the base has no gradients; nor has a tower that stays as it is.
+    # Where adapters are trained, the base has no gradients; nor has a frozen tower.
     named = {
         name: p
         for name, p in model.named_parameters()

@@ -255,7 +255,7 @@ def _note_key(path: Path, target: str) -> None:
 
 
 def _ready(target: str) -> Path | None:
-    """Return the newest library that lies ready for this processor, whatever compiler built it; None without one."""
+    """Return the newest library built for this processor by any compiler; None if there is none."""
     key = _key(target)
     found: list[Path] = []
     for place in _places(""):

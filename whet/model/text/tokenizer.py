@@ -512,8 +512,8 @@ class Tokenizer:
         Args:
             text: The whole text; it starts with BOS as in `encode_prompt`.
             spans: (start, end) of the parts in characters, ascending.
-            cuts: Cut a token that joins the last letters before a part with its first ones in two: whoever samples
-                the part has only those before it.
+            cuts: Cut a token that joins the last letters before a part with its first ones in two: a sampler
+                of the part starts from the letters before it alone.
 
         Returns:
             The ids, and True for those with at least one character of a part (as transformers' assistant masks have

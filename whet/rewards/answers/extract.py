@@ -376,7 +376,7 @@ def _boxes(text: str) -> tuple[list[tuple[int, int, int]], int, int, int]:
     box_ended_at = -1  # end of a box command whose brace has not come yet
     for token in _BOX_TOKEN.finditer(text, first.start() if first else len(text)):
         mark = token.group()
-        if token.lastgroup:  # a box without braces inside, at once: most are, and a repeated one comes by the thousand
+        if token.lastgroup:  # a plain box is one token: loops repeat it by the thousand
             contents.append((token.start(), *token.span("plain")))
             braced_at = token.end() - 1
             box_ended_at = -1

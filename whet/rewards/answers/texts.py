@@ -82,7 +82,7 @@ _FORMULA = re.compile(
     rf"[0-9]?{_ELEMENT}[0-9]{{0,2}}(?:{_ELEMENT}[0-9]{{0,2}}|\((?:{_ELEMENT}[0-9]{{0,2}}){{1,4}}\)[0-9]){{0,6}}"
 )
 _SYNONYMS = {"norealsolutions": "norealsolution", "dne": "doesnotexist"} | dict.fromkeys(
-    "∅ emptyset nosolutions nosolutionexists nosolutionsexist thereisnosolution therearenosolutions".split(),
+    ["∅", "emptyset", "nosolutions", "nosolutionexists", "nosolutionsexist", "thereisnosolution", "therearenosolutions"],
     "nosolution",
 )
 _TWO_LETTERS = "do|go|he|hi|if|in|is|it|no|of|oh|ok|on|ox|so|to|up|us|we"

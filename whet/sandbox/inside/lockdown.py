@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from whet.sandbox.inside.seccomp import build_filter
 
-try:  # loaded before the sandbox closes; whoever only imports this on another system needs none
+try:  # loaded before the sandbox closes; importing this on another system needs no library
     import resource
 except ImportError:
     resource = cast(Any, None)
@@ -109,8 +109,8 @@ def drop_privileges(*, leaves_root: bool) -> None:
     """Drop every capability; if asked to and allowed by the kernel, stop being root, too.
 
     Args:
-        leaves_root: Whether nobody could still read what a program imports. Root without capabilities is confined by
-            landlock and seccomp as any other user is.
+        leaves_root: Whether an unprivileged user can still read what a program imports. Root without capabilities is
+            confined by landlock and seccomp as any other user is.
 
     Raises:
         OSError: If the capabilities cannot be dropped.

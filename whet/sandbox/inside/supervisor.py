@@ -30,7 +30,7 @@ from typing import Any, cast
 
 from whet.sandbox.inside import child, lockdown
 
-try:  # loaded before the sandbox closes; whoever only imports this on another system needs none
+try:  # loaded before the sandbox closes; importing this on another system needs no library
     import fcntl
 except ImportError:
     fcntl = cast(Any, None)
