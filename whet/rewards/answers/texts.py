@@ -82,10 +82,10 @@ _FORMULA = re.compile(
     rf"[0-9]?{_ELEMENT}[0-9]{{0,2}}(?:{_ELEMENT}[0-9]{{0,2}}|\((?:{_ELEMENT}[0-9]{{0,2}}){{1,4}}\)[0-9]){{0,6}}"
 )
 _SYNONYMS = {"norealsolutions": "norealsolution", "dne": "doesnotexist"}
-_SYNONYMS |= {
-    text: "nosolution" for text in ("∅", "emptyset", "nosolutions", "nosolutionexists", "nosolutionsexist")
-}
-_SYNONYMS |= {text: "nosolution" for text in ("thereisnosolution", "therearenosolutions")}
+_SYNONYMS |= dict.fromkeys(
+    ("∅", "emptyset", "nosolutions", "nosolutionexists", "nosolutionsexist"), "nosolution"
+)
+_SYNONYMS |= dict.fromkeys(("thereisnosolution", "therearenosolutions"), "nosolution")
 _TWO_LETTERS = "do|go|he|hi|if|in|is|it|no|of|oh|ok|on|ox|so|to|up|us|we"
 """English words of two letters, of which none is likely to be a product of variables."""
 _WORDS = re.compile(
