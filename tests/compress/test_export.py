@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import seeing
+import tokenizers
 import torch
-from go_templates import ollama_writes
 from needs import SHARED, needs, require
 from safetensors.torch import load_file, save_file
 
@@ -22,7 +22,8 @@ from whet.compress.export import export as program
 from whet.compress.export import gguf, importance, parity, runtimes
 from whet.compress.export import vocabulary as vocabulary_module
 from whet.compress.export.export import ExportConfig, export, main, next_steps
-from whet.compress.export.prompt import go_template, modelfile, whole_template
+from whet.compress.export.ollama import ollama_writes, read_modelfile
+from whet.compress.export.prompt import go_template, modelfile, unlike_ollama, whole_template
 from whet.compress.export.vocabulary import CONTROL, Vocabulary, express
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.config import ModelConfig, RopeScaling
@@ -172,7 +173,7 @@ def test_a_chat_model_leaves_with_the_template_that_it_had(to: str, tmp_path: Pa
     reader = package.GGUFReader(str(out / "model.gguf"))
     assert reader.get_field("tokenizer.chat_template").contents() == CHATML
     if to == "ollama":
-        read = ollama_reads((out / "Modelfile").read_text())
+        read = read_modelfile((out / "Modelfile").read_text())
         template, stops = dict(read)["TEMPLATE"], [value for name, value in read if name == "stop"]
         assert "SYSTEM" not in dict(read)
         assert stops == ["<eos>"]
@@ -347,43 +348,6 @@ def test_one_template_writes_the_whole_prompt(schema: str, place: str) -> None:
     assert ollama_writes(go, told, own) == policy.chat_text(told)
 
 
-def ollama_reads(text: str) -> list[tuple[str, str]]:
-    """Read a Modelfile as Ollama's parser/parser.go does: no escapes, and a value that begins with quotes ends at the
-    end of a line after its closing ones."""
-
-    def unquoted(value: str) -> str | None:
-        for quotes in ('"""', '"'):
-            if value.startswith(quotes):
-                ends = value.endswith(quotes) and len(value) >= 2 * len(quotes)
-                return value[len(quotes) : -len(quotes)] if ends else None
-        return value
-
-    found: list[tuple[str, str]] = []
-    rest = text
-    while rest := rest.lstrip():
-        name, _, rest = rest.partition(" ")
-        if name == "PARAMETER":
-            name, _, rest = rest.partition(" ")
-        assert name in {
-            "FROM",
-            "TEMPLATE",
-            "SYSTEM",
-            "stop",
-            "num_ctx",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-        }
-        places = (
-            at for at, letter in enumerate(rest) if letter == "\n" and unquoted(rest[:at].strip()) is not None
-        )
-        end = next(places)
-        found.append((name, unquoted(rest[:end].strip()) or ""))
-        rest = rest[end:]
-    return found
-
-
 def test_ollama_reads_back_what_the_modelfile_holds() -> None:
     policy = make()
     policy.schema = replace(
@@ -395,7 +359,7 @@ def test_ollama_reads_back_what_the_modelfile_holds() -> None:
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     text, notes = modelfile(policy, "model.gguf", 512, {"temperature": 0.7})
-    read = ollama_reads(text)
+    read = read_modelfile(text)
     assert read[0] == ("FROM", "./model.gguf")
     assert dict(read)["SYSTEM"] == policy.schema.system_prompt
     assert [value for name, value in read if name == "stop"][:4] == ["\n\n", 'say "no"', "\\n", '"']
@@ -406,6 +370,75 @@ def test_ollama_reads_back_what_the_modelfile_holds() -> None:
     assert template == go_template(policy)[0]
     written = template.replace('{{ "{{" }}', "{{").replace('{{ "\\"\\"\\"" }}', '"""')
     assert '{{ if eq .Role "user" }}user: {{ .Content }}{{"""\n{{ end }}' in written
+
+
+IM = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+REWRITES = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}[{{ m['content'] }}]{% else %}"
+    "<{{ m['role'] if loop.last else 'past' }}>{{ m['content'] }}{% endif %}{% endfor %}"
+)
+DROPS = (
+    "{% for m in messages %}{% if m['role'] != 'system' %}<{{ m['role'] }}>{{ m['content'] }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def with_bos(template: str, bos: str, *, adds_bos: bool, prompt_bos: bool | None = None) -> Policy:
+    policy = make(schema="none")
+    tokenizer = Tokenizer.bytes([bos])
+    tokenizer = Tokenizer(
+        tokenizers.Tokenizer.from_str(tokenizer.backend_text()),
+        roles={"bos_token": bos, "eos_token": "<eos>", "pad_token": "<pad>"},
+        adds_bos=adds_bos,
+        chat_template=template,
+        prompt_bos=prompt_bos,
+    )
+    policy.tokenizer = tokenizer
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("template", "bos", "adds_bos", "prompt_bos", "leads"),
+    [
+        (IM, "<|im_start|>", False, None, False),  # SmolLM2: ChatML's first word is BOS
+        ("<s>" + IM, "<s>", True, None, True),
+        ("<s>" + IM, "<s>", False, None, False),
+        (IM, "<s>", True, None, False),  # BOS before plain texts, none in prompts
+        (IM, "<s>", True, True, True),
+        (REWRITES, "<s>", True, True, True),
+        ("<s>" + REWRITES, "<s>", False, None, False),
+    ],
+)
+def test_ollama_and_llama_cpp_ask_with_the_bos_that_whet_asks_with(
+    template: str, bos: str, adds_bos: bool, prompt_bos: bool | None, leads: bool
+) -> None:
+    policy = with_bos(template, bos, adds_bos=adds_bos, prompt_bos=prompt_bos)
+    facts = express(policy.tokenizer, 259, (256,), template).facts
+    assert facts["ggml.add_bos_token"] is leads
+    go, _ = go_template(policy)
+    user = {"role": "user", "content": "Hi"}
+    for talk in ([user], [{"role": "system", "content": "Be brief."}, user]):
+        # Both put BOS before what their templates give, where the file says so.
+        asked = policy.tokenizer.encode(leads * bos + ollama_writes(go, talk))
+        assert asked == list(policy.chat_ids(talk))
+    text, _ = modelfile(policy, "m", 8, {})
+    assert unlike_ollama(policy, text, [[user]]) == []
+    told = unlike_ollama(
+        policy, text.replace("TEMPLATE " + '"' * 3, "TEMPLATE " + '"' * 3 + "a"), [[user]] * 2
+    )
+    assert "differs on 2 of 2 prompts with a question" in told[0]
+
+
+def test_a_system_message_that_the_template_drops_is_dropped_and_noted() -> None:
+    policy = with_bos(DROPS, "<s>", adds_bos=False)
+    go, notes = go_template(policy)
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert ollama_writes(go, talk) == policy.chat_text(talk) == "<user>Hi"
+    assert any("drops system messages" in note for note in notes)
 
 
 def test_neighbouring_channels_turn_as_halves_did() -> None:

@@ -21,7 +21,7 @@ from whet import processes
 from whet.cli import Program
 from whet.compress.export import gguf, parity
 from whet.compress.export import importance as importances
-from whet.compress.export.prompt import modelfile, whole_template
+from whet.compress.export.prompt import modelfile, unlike_ollama, whole_template
 from whet.compress.export.vocabulary import express
 from whet.config import from_dict, read_yaml
 from whet.eval.evaluate import take_problems
@@ -318,13 +318,15 @@ def _written(
 ) -> dict[str, Any]:
     """Write the artefact, and compare it with the reference."""
     template, notes = whole_template(policy) if reference.has_template else "", []
+    unlike: list[str] = []  # what Ollama would ask otherwise
     kind = config.type
     base, dtype, runtime, artefact = "", "float32", "transformers", out
     if config.to in ("gguf", "ollama"):
         runtime, artefact = "llama.cpp", out / "model.gguf"
         notes += _write_gguf(config, policy, artefact, template, importance)
         if config.to == "ollama":
-            notes += _write_modelfile(policy, out, has_template=reference.has_template)
+            more, unlike = _write_modelfile(policy, out, reference)
+            notes += more
     elif config.to == "adapter":
         runtime, base = "peft", _write_adapter(config, policy, out, template)
     else:
@@ -360,6 +362,7 @@ def _written(
             f"rounding the weights to {kind} alone misses these thresholds, in our own engine, too: a type of more "
             "bits answers as the model does"
         )
+    wrong += unlike
     verdict = "failed" if wrong else ("passed" if is_checked else "not checked")
     main = {name: found[name] for name in ("top1_agreement", "kl", "greedy_equal")}
     return {
@@ -469,17 +472,18 @@ def _listen() -> tuple[list[str], Any]:
     return said, listener
 
 
-def _write_modelfile(policy: Policy, out: Path, *, has_template: bool) -> list[str]:
+def _write_modelfile(policy: Policy, out: Path, reference: parity.Reference) -> tuple[list[str], list[str]]:
+    """Write the Modelfile; return notes, and what Ollama asks otherwise with it."""
     given = policy.model.sampling_defaults
     sampling = {
         name: float(given[name]) for name in ("temperature", "top_p", "top_k", "min_p") if name in given
     }
-    context = gguf.context_length(policy.model.config)
+    context, has_template = gguf.context_length(policy.model.config), reference.has_template
     text, notes = modelfile(
         policy, "model.gguf", context, {"temperature": 1.0} | sampling, has_template=has_template
     )
     (out / "Modelfile").write_text(text, encoding="utf-8")
-    return notes
+    return notes, unlike_ollama(policy, text, reference.chats) if has_template else []
 
 
 def _write_adapter(config: ExportConfig, policy: Policy, out: Path, template: str) -> str:

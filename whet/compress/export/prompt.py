@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 
+from whet.compress.export.ollama import ollama_writes, read_modelfile
+from whet.compress.export.vocabulary import leads_with_bos
 from whet.generate.policy import Policy
 from whet.model.text.chat import in_user_turn
 from whet.types import UserError
@@ -107,6 +110,38 @@ def modelfile(
     return "\n".join(lines) + "\n", notes
 
 
+def unlike_ollama(policy: Policy, text: str, chats: Sequence[Sequence[dict[str, str]]]) -> list[str]:
+    """Render a Modelfile as Ollama does, and compare it with the prompts that the policy would be asked with.
+
+    A template of whole conversations is also rendered with a system message and with an earlier turn.
+
+    Args:
+        policy: The policy.
+        text: The Modelfile.
+        chats: Conversations.
+
+    Returns:
+        What Ollama asks otherwise, a sentence each.
+    """
+    read = dict(read_modelfile(text))
+    template, own = read["TEMPLATE"], read.get("SYSTEM", "")
+    system = {"role": "system", "content": "Be brief."}
+    earlier = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"}]
+    cases = [("question", list(chat)) for chat in chats]
+    if policy.tokenizer.system_role == "written":
+        cases += [("system message", [system, *chat]) for chat in chats[:1] if chat[0]["role"] != "system"]
+    if ".Messages" in template:
+        cases += [("earlier turn", [*earlier, *chat]) for chat in chats[:1] if chat[0]["role"] == "user"]
+    unlike = Counter(
+        what for what, chat in cases if ollama_writes(template, chat, own) != _text(policy, chat, cue=True)
+    )
+    return [
+        f"Ollama would ask otherwise: the Modelfile's template differs on {count} of "
+        f"{sum(what == name for name, _ in cases)} prompts with a {what}"
+        for what, count in unlike.items()
+    ]
+
+
 QUOTES = '"""'
 """Around a value in a Modelfile, which knows no escapes: `"\\n"` would be a backslash and an n (Ollama's parser.go)."""
 
@@ -127,31 +162,40 @@ def go_template(policy: Policy) -> tuple[str, list[str]]:
     try:
         return _conversation(policy), notes
     except UserError:
-        own = _own_system(policy)
-        asked = _without_bos(policy, policy.chat_text([{"role": "user", "content": U}]))
-        if own and own in asked:
-            asked = asked.replace(own, S, 1)
         note = "the Modelfile's template writes the last question alone: Ollama's cannot express the conversation"
-        asked = _go_text(asked).replace(S, "{{ .System }}")
-        return asked.replace(U, "{{ .Prompt }}"), [note, *notes]
+        return _question(policy), [note, *notes]
+
+
+def _question(policy: Policy) -> str:
+    """Return a Go template of a system message, if there is one, and a single question."""
+    user = {"role": "user", "content": U}
+    asked, told = (_text(policy, chat, cue=True) for chat in ([user], _told(policy, [user])))
+    asked, told = (_go_text(text).replace(U, "{{ .Prompt }}") for text in (asked, told))
+    if S not in told:
+        return asked
+    return f"{{{{ if .System }}}}{told.replace(S, '{{ .System }}')}{{{{ else }}}}{asked}{{{{ end }}}}"
+
+
+def _told(policy: Policy, talk: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Put a system message before a conversation, in the user's turn if the template has no such role."""
+    asked = [{"role": "system", "content": S}, *talk]
+    is_lost = policy.tokenizer.system_role == "dropped" and not _own_system(policy)
+    return asked if is_lost or policy.tokenizer.system_role == "written" else in_user_turn(asked)
 
 
 def _conversation(policy: Policy) -> str:
     """Return a Go template of whole conversations; UserError where the chat template does not write them in order."""
     user, reply = {"role": "user", "content": U}, {"role": "assistant", "content": A}
-    talk, system = [user, reply, user], {"role": "system", "content": S}
+    talk = [user, reply, user]
     steps = [_text(policy, talk[: end + 1], cue=False) for end in range(3)]
     first, said, later = steps[0], _added(steps[0], steps[1]), _added(steps[1], steps[2])
     cue = _go_text(_added(steps[2], _text(policy, talk, cue=True)))
-    role = policy.tokenizer.system_role
     own = _own_system(policy)
-    led = first  # what a conversation with a system message begins with, up to the first question's end
-    if role == "written" or own or role == "refused":
-        asked = [system, user] if role == "written" else in_user_turn([system, user])
-        led = _text(policy, asked, cue=False)
-        whole = _text(policy, [*asked, *talk[1:]], cue=False)
-        if whole != led + said + later:
-            raise UserError("a system message changes later ones")
+    # What a conversation with a system message begins with, up to the first question's end.
+    asked = _told(policy, [user])
+    led = _text(policy, asked, cue=False)
+    if _text(policy, [*asked, *talk[1:]], cue=False) != led + said + later:
+        raise UserError("a system message changes later ones")
     replied = _go_part("assistant", said, A)
     if led.endswith(later) and first.endswith(later) and led.count(S) <= 1:
         before, default = led.removesuffix(later), first.removesuffix(later)
@@ -200,6 +244,8 @@ def _lost(policy: Policy) -> list[str]:
         pass  # it takes no such conversation
     if "strftime_now" in source:
         found.append(f"the Modelfile's template has the date of today ({tokenizer.date})")
+    if tokenizer.system_role == "dropped" and not _own_system(policy):
+        found.append("the chat template drops system messages, and so does the Modelfile's")
     if tokenizer.system_role == "refused":
         found.append(
             "the chat template refuses system messages: Ollama's writes them before the first question"
@@ -208,14 +254,12 @@ def _lost(policy: Policy) -> list[str]:
 
 
 def _text(policy: Policy, messages: Sequence[dict[str, str]], *, cue: bool) -> str:
-    """Render without BOS, which Ollama writes itself."""
-    text = policy.chat_text(messages, add_generation_prompt=cue)
-    return _without_bos(policy, text)
-
-
-def _without_bos(policy: Policy, text: str) -> str:
-    bos = policy.tokenizer.bos_id
-    return text if bos is None else text.removeprefix(policy.tokenizer.token_text(bos))
+    """Render without the BOS that Ollama writes itself, as the file tells it to."""
+    text, tokenizer = policy.chat_text(messages, add_generation_prompt=cue), policy.tokenizer
+    bos = tokenizer.bos_id
+    return (
+        text if bos is None or not leads_with_bos(tokenizer) else text.removeprefix(tokenizer.token_text(bos))
+    )
 
 
 def _added(before: str, after: str) -> str:

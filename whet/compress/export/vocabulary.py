@@ -77,6 +77,17 @@ class Vocabulary:
         return f"phi-3 {name}" if self.strips else name
 
 
+def leads_with_bos(tokenizer: Tokenizer) -> bool:
+    """Whether llama.cpp and Ollama are told to put BOS before each prompt: as whet does, or else a template that writes
+    its own would lose it, and one without any would get one."""
+    bos = tokenizer.bos_id
+    if bos is None or not tokenizer.adds_bos:
+        return False
+    if tokenizer.prompt_bos or tokenizer.chat_template is None:
+        return True
+    return tokenizer.render([{"role": "user", "content": "a"}]).startswith(tokenizer.token_text(bos))
+
+
 def express(tokenizer: Tokenizer, num_rows: int, stop_ids: Sequence[int], template: str) -> Vocabulary:
     """Express a tokenizer in llama.cpp's terms.
 
@@ -101,7 +112,11 @@ def express(tokenizer: Tokenizer, num_rows: int, stop_ids: Sequence[int], templa
     facts |= stops
     roles = {"bos": tokenizer.bos_id, "unknown": tokenizer.unk_id, "padding": tokenizer.pad_id}
     facts |= {f"ggml.{role}_token_id": index for role, index in roles.items() if index is not None}
-    facts["ggml.add_bos_token"] = tokenizer.adds_bos
+    facts["ggml.add_bos_token"] = leads_with_bos(tokenizer)
+    if tokenizer.adds_bos and not facts["ggml.add_bos_token"]:
+        more.append(
+            "prompts of the chat template have no BOS, so llama.cpp puts none before other texts either"
+        )
     facts["ggml.add_eos_token"] = False
     if template:
         facts["chat_template"] = template

@@ -1,4 +1,4 @@
-"""The part of Go's text/template that our Modelfiles use, with what Ollama gives to it."""
+"""What Ollama makes of a Modelfile: its parser's rules, and the part of Go's text/template that ours use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,47 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+COMMANDS = ("FROM", "TEMPLATE", "SYSTEM", "PARAMETER")
 ACTION = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
+
+
+def read_modelfile(text: str) -> list[tuple[str, str]]:
+    """Read a Modelfile as Ollama's parser/parser.go does: no escapes, and a value that begins with quotes ends at the
+    end of a line after its closing ones.
+
+    Returns:
+        Name and value of each command, a parameter under its own name.
+
+    Raises:
+        ValueError: If a command is not one of ours, or a value does not end.
+    """
+    found: list[tuple[str, str]] = []
+    rest = text
+    while rest := rest.lstrip():
+        name, _, rest = rest.partition(" ")
+        if name not in COMMANDS:
+            raise ValueError(f"command {name[:40]!r}: expected one of {', '.join(COMMANDS)}")
+        if name == "PARAMETER":
+            name, _, rest = rest.partition(" ")
+        places = (
+            at
+            for at, letter in enumerate(rest)
+            if letter == "\n" and _unquoted(rest[:at].strip()) is not None
+        )
+        if (end := next(places, None)) is None:
+            raise ValueError(f"the value of {name[:40]} does not end")
+        found.append((name, _unquoted(rest[:end].strip()) or ""))
+        rest = rest[end:]
+    return found
+
+
+def _unquoted(value: str) -> str | None:
+    """Return a value without its quotes; None if they are still open."""
+    for quotes in ('"""', '"'):
+        if value.startswith(quotes):
+            ends = value.endswith(quotes) and len(value) >= 2 * len(quotes)
+            return value[len(quotes) : -len(quotes)] if ends else None
+    return value
 
 
 def ollama_writes(template: str, messages: Sequence[Mapping[str, str]], system: str = "") -> str:
