@@ -130,6 +130,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = pytest.mark.skip(reason="longer than a few seconds: run with --slow")
     ci = pytest.mark.skip(reason="seconds for what rarely changes: .ci/run has it; run with --ci or --slow")
     gpu = pytest.mark.skip(reason="needs a CUDA device, and is asked for: -m gpu")
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("some") is not None:
+            cases.setdefault(item.nodeid.split("[", 1)[0], []).append(item)
+    for same in cases.values():
+        mark = same[0].get_closest_marker("some")
+        many = min(mark.args[0] if mark else 0, len(same))
+        kept = {place * len(same) // many for place in range(many)}
+        for place, item in enumerate(same):
+            if place not in kept:
+                item.add_marker(pytest.mark.ci)
     if path := config.getoption("--skipped-in"):
         listed = set(Path(path).read_text(encoding="utf-8").split("\n"))
         # A file may have been skipped whole, and a test before it got its parameters.
@@ -179,6 +190,7 @@ def pytest_collection_finish() -> None:
     """Keep the collector from scanning a million objects of modules and tests again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # a tenth of all time otherwise
 
 
 @pytest.fixture(autouse=True)

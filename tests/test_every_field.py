@@ -774,6 +774,7 @@ def write_files(folder: Path, problems: Any) -> None:
 LONG = {"rl": [pytest.mark.ci], "rft": [pytest.mark.ci], "sft": [pytest.mark.slow], "dpo": [pytest.mark.slow]}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("program", [pytest.param(name, marks=LONG.get(name, [])) for name in BASES])
 def test_every_field_has_an_effect_or_is_refused(program: str, work: Path) -> None:
     bench = Bench(program, work)

@@ -283,6 +283,7 @@ def test_schemas_without_tags_stop_at_the_end_of_the_text() -> None:
     assert not BOXED.opening_in_prompt
 
 
+@pytest.mark.some(30)
 @pytest.mark.parametrize("name", SCHEMAS)
 @pytest.mark.parametrize(
     "piece", ["<think>", "</think>", "<answer>", "\\boxed{", "}", "####", "\\boxed{}", "$"]

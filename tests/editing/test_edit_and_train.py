@@ -36,6 +36,7 @@ def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "edited"
 
 
+@pytest.mark.ci
 def test_training_goes_on_from_the_edited_weights(edited: Path, tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text(
@@ -78,6 +79,7 @@ def test_an_edit_in_memory_is_not_lost_by_training(edited: Path) -> None:
         whet.sft(edit.policy, edited.parent / "facts.jsonl", num_steps=1, out=edited.parent / "run")
 
 
+@pytest.mark.ci
 def test_a_known_task_is_asked_before_and_after(
     edited: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,6 +52,7 @@ def layers_of(policy: Policy) -> list[int]:
     return [1] if normed else [0, 1]
 
 
+@pytest.mark.some(4)
 def test_what_was_searched_is_reached_exactly(policy: Policy) -> None:
     """Without weight on prose the last layer's value at the subject is the target, in the residual stream or before
     a norm; float64 leaves 1e-8 of it (a condition number of about 1e7)."""

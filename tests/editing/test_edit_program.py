@@ -69,6 +69,7 @@ def same(a: Path, b: Path) -> bool:
     return all(torch.equal(one[name], two[name]) for name in one | two)
 
 
+@pytest.mark.ci
 def test_command_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "facts.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in FACTS))

@@ -170,6 +170,7 @@ def test_what_is_asked_takes_it_and_what_trains_or_writes_refuses(
         )
 
 
+@pytest.mark.ci
 def test_an_evaluation_asks_the_steered_model(folder: Path, vectors: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"question": f"{p} eats", "answer": "rice"}) + "\n" for p in PEOPLE))

@@ -170,6 +170,7 @@ def test_a_damaged_chunk_is_found_and_sampled_again(
     assert numbers(tmp_path / "old") == numbers(whole)
 
 
+@pytest.mark.ci
 def test_killed_by_the_system(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     big = {"num_problems": 60}

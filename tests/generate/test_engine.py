@@ -149,6 +149,7 @@ FILTERS = {
 }
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.usefixtures("either")
@@ -288,6 +289,7 @@ def test_prefill_and_decode_equal_one_forward_of_transformers(family: Family, tm
 # --- nothing else in the batch matters -------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_a_sequence_does_not_depend_on_its_batch(llama: LanguageModel) -> None:
     requests = make_requests((4, 30, 1, 125, 66, 9), 5)
     stop_ids = (3, 10, 17, 40)  # uneven ends, so that rows move

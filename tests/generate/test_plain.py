@@ -66,6 +66,7 @@ def make_cache(model: LanguageModel) -> KVCache:
     return KVCache(model.config, room(4, 64), model.head_weight.dtype, torch.device("cpu"))
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_bits_are_those_of_the_general_path(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,7 @@ def test_reinforcement_is_on_policy(device: str, precision: Any, gap: float, tmp
     check_steps(tmp_path / "run", 3, gap)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("quantize", ["none", "nf4", "int8"])
 def test_adapters_train_on_dense_and_quantised_weights(device: str, quantize: Any, tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ RUNS["grpo with KL"] = replace(
 OFTEN = ("gspo", "sft", "grpo with KL")
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.ci] * (n not in OFTEN)) for n in RUNS])
 def test_sound_steps_pass(name: str) -> None:
     subject = Subject(RUNS[name])
@@ -466,6 +467,7 @@ def test_gpt2_is_known_by_its_golden_ids(gpt2_folder: Path) -> None:
         assert len(failed(tokenizer(subject))) == 1
 
 
+@pytest.mark.ci
 def test_what_a_step_leaves_behind_is_found() -> None:
     subject, kept = Subject(sft()), []
     assert failed(memory(subject)) == set()

@@ -152,6 +152,7 @@ MORE: dict[str, RLConfig | SFTConfig] = {
 OFTEN = ("plain", "autocast", "critic", "sft, long, checkpointed")
 
 
+@pytest.mark.some(9)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.ci] * (name not in OFTEN)) for name in CASES | MORE]
 )
@@ -180,6 +181,7 @@ def test_prediction_holds_without_a_compiler(name: str) -> None:
     check((CASES | MORE)[name])
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("operations", [("attention",), ("product",), ()])
 @pytest.mark.parametrize("name", ["plain", pytest.param("sft", marks=pytest.mark.ci)])
 def test_prediction_knows_which_kernels_are_used(name: str, operations: tuple[Any, ...]) -> None:

@@ -114,6 +114,7 @@ CASES: dict[str, Callable[[Path], RLConfig | SFTConfig]] = {
 OFTEN = ("sft, tower", "rl, adapters beside 4 bits")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.ci] * (n not in OFTEN)) for n in CASES])
 def test_prediction_is_within_a_tenth_of_what_is_alive(name: str, home: Path) -> None:
     run = CASES[name](home)
@@ -161,6 +162,7 @@ def test_the_published_number_of_parameters() -> None:
     assert tower > 12 * (every - own)  # moments, master weights, gradients, and activations
 
 
+@pytest.mark.ci
 def test_the_seeds_recipe_on_three_cards(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

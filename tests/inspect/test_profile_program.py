@@ -166,6 +166,7 @@ INNER = {"step", "pack", "head", "sample", "log", "save"}
 """Of them `head` and `sample` are parts of one kernel where the machine has it."""
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("program", ["rl", "sft"])
 def test_the_trace_holds_exactly_the_names(program: str, taken: Callable[[str], Taken]) -> None:
     found = taken(program)
@@ -572,6 +573,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.ci
 def test_a_run_as_long_as_the_profile_ends_by_itself(tmp_path: Path) -> None:
     ranges, traced = take(sft_run(tmp_path / "run", num_steps=2), 0, 1, tmp_path / "trace.json.gz")
     assert [item.path for item in ranges][-1] == ("step",)

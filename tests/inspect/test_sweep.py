@@ -60,6 +60,7 @@ def stack() -> Any:
         yield stack
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("program", "precision"), [("sft", "float32"), ("rl", "bfloat16_master")])
 def test_every_point_is_the_same_work(
     program: str, precision: Any, stack: ExitStack, few_problems: None
@@ -113,6 +114,7 @@ def test_rewards_without_a_difference_are_replaced(stack: ExitStack, few_problem
     assert not steps.is_substituted
 
 
+@pytest.mark.ci
 def test_memory_is_that_of_a_step_of_longest_sequences(stack: ExitStack, few_problems: None) -> None:
     """Against the same meter around a step that is written out here."""
     recipe = sft_run(batch_size=6, optim=OptimConfig(token_budget=10_000))
@@ -150,6 +152,7 @@ def test_longest_completions_are_not_ended_early(stack: ExitStack, few_problems:
     assert peaks["train"] > peaks["sample"] > 0
 
 
+@pytest.mark.ci
 def test_a_reference_model_is_in_the_memory(stack: ExitStack, few_problems: None) -> None:
     recipe = rl_config(OWN, Path("unused"))
     steps = Reinforcement(recipe, stack)

@@ -141,6 +141,7 @@ def test_kernels_that_are_asked_for_and_missing_are_an_error(
         dispatch.kernel_for(twins.swiglu, x)
 
 
+@pytest.mark.ci
 def test_a_cpu_never_imports_triton() -> None:
     code = (
         "import sys, torch; from whet.kernels import dispatch, eager; x = torch.ones(2, 3)\n"

@@ -57,6 +57,7 @@ def test_a_target_that_this_cpu_cannot_run_is_refused(monkeypatch: pytest.Monkey
         build.arch()
 
 
+@pytest.mark.ci
 def test_the_refusal_is_one_line_and_status_2(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "whet", "sft", "demo", "--num-steps", "1", "--out", str(tmp_path / "run")]
     environment = os.environ | {build.VARIABLE: "vax", "WHET_KERNELS": "auto"}

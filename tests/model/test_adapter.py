@@ -110,6 +110,7 @@ def logits(model: LanguageModel) -> torch.Tensor:
         return model.logits(IDS)
 
 
+@pytest.mark.some(5)
 @needs_peft
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_those_of_peft_merged_and_applied_and_off_is_bitwise_the_base(

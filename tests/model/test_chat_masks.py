@@ -280,6 +280,7 @@ def learnt(tokenizer: Tokenizer, messages: list[dict[str, Any]], **values: Any) 
     return [brackets(passage) for passage in render_passages(tokenizer, messages, values=values)]
 
 
+@pytest.mark.some(20)
 @pytest.mark.parametrize(("name", "chat"), EXPECTED, ids=lambda value: value.replace(" ", "_"))
 def test_exactly_what_the_assistant_wrote_is_learnt(name: str, chat: str) -> None:
     tokenizer = SHAPES[name].tokenizer()

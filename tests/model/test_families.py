@@ -56,6 +56,7 @@ FIRST = {case.model_type: name for name, case in reversed(cases.CASES.items())}.
 EVERY = [pytest.param(name, marks=() if name in FIRST else pytest.mark.ci) for name in cases.CASES]
 
 
+@pytest.mark.some(13)
 @pytest.mark.parametrize("name", EVERY)
 def test_a_family(name: str, tmp_path: Path) -> None:
     """Load, compare, generate, train, save: a family's line of docs/models.md is what comes out."""
@@ -135,6 +136,7 @@ def check_shares(folder: Path) -> None:
             assert torch.equal(share, whole.get_parameter(name).detach()[rows_of(parameter)]), name
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("name", FIRST)
 def test_a_rank_reads_its_own_rows(name: str, tmp_path: Path) -> None:
     cases.make(cases.CASES[name], tmp_path)
@@ -162,6 +164,7 @@ def test_what_is_wrong_with_a_folder_is_told_to_one_of_several_ranks(tmp_path: P
         load_model(tmp_path, shard=SHARD)
 
 
+@pytest.mark.some(13)
 @pytest.mark.parametrize("name", EVERY)
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     reference = cases.make(cases.CASES[name], tmp_path)
@@ -500,6 +503,7 @@ def test_a_key_that_nobody_reads_is_refused_in_every_family() -> None:
             from_hf(stored | {"score_bonus": 2.0})
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize("name", cases.CASES)
 def test_a_reward_model_of_every_family(name: str, tmp_path: Path) -> None:
     """Its head replaces the output head, the trunk stays; transformers, where it has the class, scores alike."""

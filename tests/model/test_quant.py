@@ -143,6 +143,7 @@ def sample(model: LanguageModel, autocast: torch.dtype | None) -> tuple[torch.Te
     return scored, torch.cat([micro.sampler_logprobs_M for micro in micros])
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.usefixtures("either")

@@ -18,6 +18,7 @@ def test_base_template_in_words() -> None:
     assert prompt == "Think.\n\nQuestion: 1+1?\nAnswer:\n<think>"
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -66,6 +67,7 @@ def test_template_length_is_bounded() -> None:
 DOUBLED = "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "template",
     [

@@ -54,6 +54,7 @@ def case(request, tmp_path_factory):
     return cases.make(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.mark.some(16)
 @pytest.mark.parametrize("name", PROMPTS)
 def test_logits_equal_transformers(case, name):
     prompt = cases.prompt(case, PROMPTS[name])
@@ -293,6 +294,7 @@ def sizes(count: int) -> list[tuple[int, int]]:
     return [tuple(int(n) for n in generator.integers(5, 150, 2)) for _ in range(count)]
 
 
+@pytest.mark.some(3)
 def test_a_picture_is_made_into_their_patches(case):
     """On 200 sizes: the layout exactly, and pixels to the last bit (both resize with Pillow, in uint8)."""
     for height, width in sizes(200):
@@ -521,6 +523,7 @@ def test_prefill_and_decoding_have_the_trainers_bits(case):
             assert torch.equal(whole[len(prompt) :], torch.stack([hidden[row] for hidden in steps]))
 
 
+@pytest.mark.some(3)
 def test_gradients_are_finite_differences(case):
     """Of the decoder's and of the tower's parameters, in float64, along one random direction."""
     model, _ = load_model(case.folder, dtype=torch.float64)

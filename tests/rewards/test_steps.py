@@ -246,6 +246,7 @@ def test_any_text(text: str) -> None:
     assert [step.start for step in found] == sorted(step.start for step in found)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "unit", ["2^", "1=1+", "(", "\\text{a", "1,111", "<<a", "5 apples per box and ", "=", "- "]
 )

@@ -132,6 +132,7 @@ def test_hostile_answers_cost_one_deadline_together() -> None:
     assert symbolic_equal_pairs([("55", SUM), ("56", SUM)], deadline_s=DEADLINE_S) == [True, False]
 
 
+@pytest.mark.ci
 @needs_math_verify
 def test_the_trainer_never_imports_sympy() -> None:
     code = (

@@ -149,6 +149,7 @@ def test_anything_else_is_refused(text: str | bytes) -> None:
         decode(text, lambda number: number)
 
 
+@pytest.mark.ci
 @settings(max_examples=200, deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x)))
 def test_json_is_a_plain_value_or_refused(value: Any) -> None:

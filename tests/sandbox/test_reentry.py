@@ -194,6 +194,7 @@ if how == "exception":
 """
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("how", ["normal", "exception", "SIGINT", "SIGTERM", "SIGKILL", "import"])
 def test_nothing_is_left_after_any_end(how: str, tmp_path: Path) -> None:
     """Of workers that hang, of what these started and hid in sessions of its own, of the sandbox; also mid-import."""

@@ -91,6 +91,7 @@ def test_verdicts_and_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert task.is_correct(gcd, "\ud800") is False
 
 
+@pytest.mark.ci
 @needs_gym
 def test_a_worker_that_dies_gives_no_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "dead.py").write_text("def score(*args):\n    raise SystemError('gone')\n")

@@ -260,6 +260,7 @@ def test_the_variable_says_who_listens(cuda: FakeCuda, monkeypatch: pytest.Monke
         from_environment("1")
 
 
+@pytest.mark.ci
 @needs("no gpu")
 def test_the_variable_without_a_gpu_is_one_line() -> None:
     words = [sys.executable, "-m", "whet", "sft", "demo", "--dry-run"]

@@ -374,6 +374,7 @@ def test_every_off_policy_option_is_read(kind: Any) -> None:
         assert not torch.equal(weights[first], weights[second])
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "change", [{"lr": 1e-2}, {"gamma": 0.9}, {"lam": 0.9}, {"clip": 1e-3}, {"warmup_steps": 1}]
 )

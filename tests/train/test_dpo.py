@@ -180,6 +180,7 @@ LABELLED = [
 ]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("loss", ["kto", "orpo", "hinge", "apo_zero"])
 def test_every_loss_learns_a_file(loss: str, tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     pairs = [{**GOOD, "prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n + 2)} for n in range(8)]
@@ -348,6 +349,7 @@ def fail_at(call: int, function: Any) -> Any:
     return wrapped
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("call", "loss"), [(3, "dpo"), (7, "dpo"), (7, "kto"), (7, "reward")])
 def test_resume_is_exact_and_samples_nothing(
     call: int, loss: Any, halfway: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

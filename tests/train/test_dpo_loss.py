@@ -88,6 +88,7 @@ def gradients(policy: Policy) -> dict[str, torch.Tensor]:
     return taken
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "objective",
     [

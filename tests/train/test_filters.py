@@ -79,6 +79,7 @@ def test_the_ratio_is_exactly_one(
         assert 0 < row["rl/entropy"] < 3
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "name",
     [

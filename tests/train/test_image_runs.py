@@ -169,6 +169,7 @@ def configured(name: str, folder: Path, out: Path) -> RLConfig | SFTConfig:
     return replace(config, policy=replace(config.policy, **asked), **others)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.ci] * (name != OFTEN)) for name in RUNS]
 )

@@ -53,6 +53,7 @@ def float64_islands() -> Iterator[None]:
         yield
 
 
+@pytest.mark.some(20)
 @pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize(("name", "dtype"), CELLS)
 def test_the_step_is_the_definition_however_it_is_cut(name: str, dtype: torch.dtype) -> None:
@@ -60,6 +61,7 @@ def test_the_step_is_the_definition_however_it_is_cut(name: str, dtype: torch.dt
         assert number <= matrix.TOLERANCE[dtype], f"{column}: {where} differs by {number:.1e}"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "dtype"), CELLS)
 def test_two_ranks_do_the_step_of_one(name: str, dtype: torch.dtype, ranks: matrix.Ranks) -> None:
     for number, where in matrix.rank_cells(name, dtype, ranks.outcomes(name, dtype)):

@@ -134,6 +134,7 @@ def test_a_run_with_a_judge(tiny_policy: PolicyConfig, tmp_path: Path, server: S
     ]
 
 
+@pytest.mark.ci
 def test_divergence_stops_the_run(
     tiny_policy: PolicyConfig, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

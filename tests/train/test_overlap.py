@@ -116,6 +116,7 @@ def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     return [float((one[name] - other[name]).abs().max()) for name in one]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -385,6 +386,7 @@ class Heard:
         self.told.append((sign + name, threading.current_thread() is threading.main_thread()))
 
 
+@pytest.mark.ci
 def test_waiting_for_rewards_is_hidden(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -471,6 +473,7 @@ def test_the_rollout_is_hidden_behind_the_update(
     assert ("+rollout_generation", False) in heard.told
 
 
+@pytest.mark.ci
 def test_what_goes_wrong_beside_is_told_in_one_line(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ ALGOS = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", ALGOS)
 def test_parts_add_up_to_the_whole(name: str) -> None:
     with islands_as(torch.float64):  # what float32 sums round depends on the cut

@@ -174,6 +174,7 @@ def fail_at(call: int, function: Any) -> Any:
     return wrapped
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "call", "saved", "sampled_again"),
     [

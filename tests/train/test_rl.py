@@ -216,6 +216,7 @@ RESUMED = {
 OFTEN = ("critic", "staleness", "refill_kl")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.ci] * (name not in OFTEN)) for name in RESUMED]
 )
@@ -301,6 +302,7 @@ def test_refill_gives_up_after_its_rounds(
         assert row["rl/loss"] == row["rl/grad_norm"] == 0.0
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kl", ["k2_loss", "k1_reward"])  # in the loss, in the reward
 def test_kl_to_the_starting_policy(
     kl: str, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -686,6 +688,7 @@ CHANGES: dict[str, tuple[str, Callable[[str], str], str]] = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_run_does_not_resume_with_other_inputs(name: str, finished: RLConfig) -> None:
     home = Path(finished.out).parent

@@ -224,6 +224,7 @@ def whet_server(policy: Policy, *, updates: bool = True, context: int = 64) -> I
                 thread.join(30)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "sampling",
     [SamplingParams(max_new_tokens=12), SamplingParams(max_new_tokens=12, temperature=0.7, top_k=5)],
@@ -549,6 +550,7 @@ print(first.double().sum().item(), second.double().sum().item())
 """
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.ci)])
 def test_groups_of_sglang_meet_ours(size: int) -> None:
     port = free_port("127.0.0.1")
@@ -1050,6 +1052,7 @@ def test_an_adapter_leaves_nothing_of_the_one_before(tiny_policy: PolicyConfig, 
             sampler.close()
 
 
+@pytest.mark.ci
 def test_vllm_gets_the_adapter_of_each_version_alone(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

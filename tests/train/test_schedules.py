@@ -245,6 +245,7 @@ def test_muons_state_goes_on_exactly(kind: Precision, bits: Any) -> None:
 # --- float16 --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_the_scale_is_that_of_pytorchs_scaler() -> None:
     ours, theirs = LossScale(), torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2000)
     weight = torch.nn.Parameter(torch.zeros(1))

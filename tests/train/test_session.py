@@ -72,6 +72,7 @@ def at_call(number: int, action: Callable[[], Any], function: Callable[..., Any]
     return wrapped
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("name", "background"),
     [
@@ -118,6 +119,7 @@ def empty(run: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize(
     ("harm", "told"),

@@ -85,6 +85,7 @@ def fail_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16_master"])
 def test_resume_is_exact(
     precision: str, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -129,6 +130,7 @@ sft.train(load_yaml(Path(sys.argv[1]), sft.SFTConfig))
 """
 
 
+@pytest.mark.ci
 def test_resume_after_sigkill_in_another_process(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     config = make_config(tiny_policy, tmp_path / "straight")
     train(config)
@@ -370,6 +372,7 @@ def test_the_loss_of_rules_against_an_oracle(budget: int, tiny_policy: PolicyCon
     assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(slope, rel=1e-6)
 
 
+@pytest.mark.ci
 def test_a_run_learns_what_its_rules_allow(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
