@@ -24,7 +24,7 @@ from whet.compress.export import vocabulary as vocabulary_module
 from whet.compress.export.export import ExportConfig, export, main, next_steps
 from whet.compress.export.ollama import ollama_writes, read_modelfile
 from whet.compress.export.prompt import go_template, modelfile, unlike_ollama, whole_template
-from whet.compress.export.vocabulary import CONTROL, Vocabulary, express
+from whet.compress.export.vocabulary import CONTROL, USER_DEFINED, Vocabulary, express
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.config import ModelConfig, RopeScaling
 from whet.model.families import from_hf
@@ -555,8 +555,17 @@ def test_the_name_says_that_special_tokens_take_spaces() -> None:
     assert not vocabulary_module._unstripped({"added_tokens": tokens}, True)
     other = [*tokens[:4], added("<|user|>", 4, rstrip=False)]
     assert not vocabulary_module._strips({"added_tokens": other})
+    assert not vocabulary_module._strips(  # llama.cpp would strip the spaces after it
+        {"added_tokens": [*tokens, added("<think>", 5, rstrip=False) | {"special": False}]}
+    )
     assert "'</s>'" in vocabulary_module._unstripped({"added_tokens": other}, False)[0]
     assert Vocabulary(facts={}, strips=True).model_name("mini") == "phi-3 mini"
+
+
+def test_llama_cpp_shows_the_tags_of_a_response() -> None:
+    tags = ("<think>", "</answer>")
+    kinds = express(Tokenizer.bytes(tags), 260, (256, 259), "T").facts["ggml.token_type"]
+    assert kinds[256:] == [CONTROL, CONTROL, USER_DEFINED, USER_DEFINED]
 
 
 @needs_llama
@@ -607,7 +616,7 @@ def test_characters_are_bytes_joined_by_merges() -> None:
     found = express(tokenizer, tokenizer.vocab_size, (1,), "")
     facts, texts = found.facts, found.facts["ggml.tokens"]
     assert facts["ggml.eos_token_id"] == 1
-    assert facts["ggml.token_type"][3] == CONTROL
+    assert facts["ggml.token_type"][3] == USER_DEFINED
     assert texts[3] == "<think>"
     assert texts[4:7] == ["a", "b", "Ġ"]
     assert len(texts[8]) == 3

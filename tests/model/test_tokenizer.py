@@ -270,6 +270,67 @@ def test_save_then_load_and_transformers(tmp_path: Path, hf: Any) -> None:
         )
 
 
+def made_with_tags(gpt2_folder: Path) -> list[Tokenizer]:
+    return [
+        Tokenizer.characters("0123456789+= ", TAGS),
+        Tokenizer.words([*"0123456789"], TAGS),
+        Tokenizer.bytes(TAGS).with_template(CHATML),
+        boards(TAGS),
+        Tokenizer.load(gpt2_folder).with_tags(TAGS).with_tags(("<note>",)),
+    ]
+
+
+def test_other_programs_show_the_tags(gpt2_folder: Path, tmp_path: Path, hf: Any) -> None:
+    for index, tokenizer in enumerate(made_with_tags(gpt2_folder)):
+        folder = tmp_path / str(index)
+        tokenizer.save(folder)
+        again, theirs = Tokenizer.load(folder), hf.AutoTokenizer.from_pretrained(folder)
+        text = "11</think><answer>114</answer>"
+        ids = again.encode(text)
+        assert ids == tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False)
+        assert theirs.decode([*ids, theirs.eos_token_id], skip_special_tokens=True) == text
+        again.save(tmp_path / "again")
+        assert (tmp_path / "again/tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_tags_are_control_tokens_here_after_saving_and_in_runs_of_old(
+    gpt2_folder: Path, tmp_path: Path
+) -> None:
+    """As they were saved before: special in tokenizer.json, and not named in tokenizer_config.json."""
+    for index, tokenizer in enumerate(made_with_tags(gpt2_folder)):
+        new, old = tmp_path / f"{index}", tmp_path / f"{index}-old"
+        tokenizer.save(new)
+        tokenizer.save(old)
+        (old / "tokenizer.json").write_text(tokenizer._backend.to_str(pretty=True))
+        config = json.loads((old / "tokenizer_config.json").read_text())
+        del config["whet_tags"]
+        (old / "tokenizer_config.json").write_text(json.dumps(config))
+        for again in map(Tokenizer.load, (new, old)):
+            assert again.fingerprint == tokenizer.fingerprint
+            assert again.special_ids == tokenizer.special_ids
+            assert set(tokenizer.encode("".join(TAGS))) <= again.special_ids
+            assert again.quoted("1</think>") == tokenizer.quoted("1</think>") != "1</think>"
+            assert again.encode(again.quoted("1</think>")) == tokenizer.encode(tokenizer.quoted("1</think>"))
+
+
+def test_tags_that_a_model_brings_stay_what_they_are(tmp_path: Path) -> None:
+    """Qwen3's <think> is an ordinary added token, another model's a special one."""
+    backend = Tokenizer.bytes()._backend
+    backend.add_tokens([tokenizers.AddedToken("<think>", special=False, normalized=False)])
+    backend.add_special_tokens([tokenizers.AddedToken("</think>", special=True, normalized=False)])
+    Tokenizer(backend, roles={}).with_tags(TAGS).save(tmp_path)
+    rows = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
+    assert {row["content"]: row["special"] for row in rows[2:]} == {
+        "<think>": False, "</think>": True, "<answer>": False, "</answer>": False
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("tags", ["<think>", [1], {"<think>": True}])
+def test_malformed_tags_are_a_user_error(tags: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="whet_tags"):
+        Tokenizer.load(write_folder(tmp_path, tokenizer_config={"whet_tags": tags}))
+
+
 def write_folder(folder: Path, **files: Any) -> Path:
     Tokenizer.characters("abc").save(folder)
     for name, content in files.items():

@@ -100,7 +100,7 @@ def express(tokenizer: Tokenizer, num_rows: int, stop_ids: Sequence[int], templa
     Raises:
         UserError: If llama.cpp has no such tokenizer.
     """
-    data = json.loads(tokenizer.backend_text())
+    data = json.loads(tokenizer.backend_text)
     model = data["model"]
     if model["type"] != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise _no(f"a {model['type']} model", "")
@@ -129,11 +129,10 @@ UNSTRIPPED = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 
 def _strips(data: Mapping[str, Any]) -> bool:
-    """Say whether special tokens take the spaces after them in the way that llama.cpp knows."""
+    """Say whether added tokens take the spaces after them in the way that llama.cpp knows."""
     tokens = {row["content"]: bool(row.get("rstrip")) for row in data["added_tokens"]}
-    special = {row["content"] for row in data["added_tokens"] if row["special"]}
     is_phi = {*UNSTRIPPED, "</s>"} <= tokens.keys()
-    return is_phi and all(tokens[text] == (text not in UNSTRIPPED) for text in special | {"</s>"})
+    return is_phi and all(strips == (text not in UNSTRIPPED) for text, strips in tokens.items())
 
 
 def _unstripped(data: Mapping[str, Any], strips: bool) -> list[str]:
@@ -160,8 +159,9 @@ def _rows(tokenizer: Tokenizer, data: Mapping[str, Any], num_rows: int) -> list[
     rows: list[tuple[str, int]] = []
     for index in range(num_rows):
         if index in added:
-            is_control = added[index]["special"] or index in tokenizer.special_ids
-            rows.append((added[index]["content"], CONTROL if is_control else USER_DEFINED))
+            text, is_control = added[index]["content"], index in tokenizer.special_ids
+            # Control tokens are not shown by llama.cpp; a response's tags are.
+            rows.append((text, CONTROL if is_control and text not in tokenizer.tags else USER_DEFINED))
         elif index in words:
             rows.append((words[index], CONTROL if index in tokenizer.special_ids else NORMAL))
         else:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -44,6 +44,8 @@ QUOTE = f"Q{secrets.token_hex(8)}x"
 """Begins what stands for a control token that is only text (`Tokenizer.quoted`): no text can hold it by chance or on
 purpose, and no template changes it."""
 QUOTED = re.compile(rf"{QUOTE}(\d+)Z")
+TAGS = "whet_tags"
+"""Of tokenizer_config.json: control tokens that other programs are to show, and tokenizer.json calls ordinary ones."""
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 CUES = ("add_generation_prompt", "continue_final_message")
 """Values that say how a prompt ends, as transformers has them."""
@@ -75,6 +77,8 @@ class Tokenizer:
         prompt_bos: Whether a prompt whose template does not write `bos_id` starts with it all the same. False for the
             template of a chat model, as in transformers and vLLM; True for whet's own templates.
         special_ids: Control tokens; they keep their text in `decode`.
+        tags: Texts of those that `save` does not mark as special, because other programs leave special ones out of
+            what they show.
         vocab_size: Highest decodable id, plus 1.
         chat_template: Jinja source, or None.
         named_templates: Further ones by name; 'tool_use' is taken for prompts with tools.
@@ -94,6 +98,7 @@ class Tokenizer:
         template_values: Values | None = None,
         date: str = "",
         prompt_bos: bool | None = None,
+        tags: Iterable[str] = (),
     ) -> None:
         """Wrap a backend.
 
@@ -107,6 +112,7 @@ class Tokenizer:
             template_values: Further values for the template.
             date: The template's today; empty for the computer's.
             prompt_bos: None: True with whet's own templates only.
+            tags: Special tokens of the backend that are part of a response's text.
 
         Raises:
             UserError: If a role's token is unknown, an id is absurd, or the template is too long.
@@ -128,6 +134,7 @@ class Tokenizer:
         self.bos_id, self.eos_id, self.pad_id, self.unk_id = (ids.get(role) for role in ROLES[:4])
         flagged = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
         self.special_ids = frozenset(flagged | {index for index in ids.values() if index is not None})
+        self.tags = frozenset(tags)
         self.stop_ids = frozenset(stop_ids) | ({self.eos_id} if self.eos_id is not None else frozenset())
         leads = backend.encode("a", add_special_tokens=True).ids[:1] == [self.bos_id]
         self.adds_bos = self.bos_id is not None and (adds_bos or leads)
@@ -158,12 +165,14 @@ class Tokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the tokenizer.json that `save` writes: same fingerprint, same ids."""
+        """SHA-256 of tokenizer.json with its tags as special tokens: same fingerprint, same ids."""
         return hashlib.sha256(self._backend.to_str(pretty=True).encode()).hexdigest()
 
+    @functools.cached_property
     def backend_text(self) -> str:
-        """Return the text of tokenizer.json, for programs that build another kind of tokenizer from it."""
-        return self._backend.to_str()
+        """The tokenizer.json that `save` writes, for programs that build another kind of tokenizer from it, too."""
+        text = self._backend.to_str(pretty=True)
+        return _marked(text, self.tags, special=False) if self.tags else text
 
     def difference(self, other: Tokenizer) -> str:
         """Return how another tokenizer's ids differ in their texts; '' if they are the same."""
@@ -618,7 +627,7 @@ class Tokenizer:
     def with_tags(self, tags: Sequence[str], *, padded_vocab_size: int | None = None) -> Tokenizer:
         """Return a copy in which each tag is one control token, with ids after the existing vocabulary, in order.
 
-        A tag that is already a token keeps its id.
+        A tag that is already a token keeps its id, and one that is special stays so in what `save` writes.
 
         Args:
             tags: Texts such as '<think>'.
@@ -629,7 +638,9 @@ class Tokenizer:
         """
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         backend.add_special_tokens(_tokens(tags))
-        grown = self._copy(backend, self.chat_template, self.template_values, self.date, self.prompt_bos)
+        new = {tag for tag in tags if self._backend.token_to_id(tag) not in self.special_ids}
+        values, date, prompt_bos = self.template_values, self.date, self.prompt_bos
+        grown = self._copy(backend, self.chat_template, values, date, prompt_bos, tags=self.tags | new)
         if padded_vocab_size is not None and grown.vocab_size > padded_vocab_size:
             raise UserError(
                 f"tags {list(tags)} need {grown.vocab_size:,} embedding rows; there are {padded_vocab_size:,}"
@@ -651,6 +662,7 @@ class Tokenizer:
             backend,
             roles={"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"},
             chat_template=PLAIN_TEMPLATE,
+            tags=tags,
         )
 
     @classmethod
@@ -676,6 +688,7 @@ class Tokenizer:
             backend,
             roles={"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"},
             chat_template=PLAIN_TEMPLATE,
+            tags=tags,
         )
 
     @classmethod
@@ -691,7 +704,8 @@ class Tokenizer:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens(_tokens(texts[256:]))
-        return cls(backend, roles={"pad_token": "<pad>", "eos_token": "<eos>"}, chat_template=PLAIN_TEMPLATE)
+        roles = {"pad_token": "<pad>", "eos_token": "<eos>"}
+        return cls(backend, roles=roles, chat_template=PLAIN_TEMPLATE, tags=tags)
 
     @classmethod
     def load(cls, path_or_hub_name: str | Path) -> Tokenizer:
@@ -715,7 +729,11 @@ class Tokenizer:
         home = next(iter(files.values())).parent
         where = files.get("tokenizer.json", home)
         text, defaults = (read_text(where), {}) if where != home else _converted(home)
+        tags = config.get(TAGS, [])
         try:
+            if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+                raise ValueError(f"{TAGS}: expected a list of texts, got {str(tags)[:80]}")
+            text = _marked(text, tags, special=True) if tags else text
             backend = tokenizers.Tokenizer.from_str(text)
             _check_growth(backend)
             backend.no_padding()  # before anything is encoded: padding to 2**40 would abort the process
@@ -741,6 +759,7 @@ class Tokenizer:
             chat_template=template,
             named_templates=named,
             stop_ids=_ids(generation.get("eos_token_id")),
+            tags=tags,
         )
 
     def save(self, folder: str | Path) -> None:
@@ -748,7 +767,8 @@ class Tokenizer:
         (folder := Path(folder)).mkdir(parents=True, exist_ok=True)
         config = {**self._roles, "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": self.adds_bos}
         config |= {"clean_up_tokenization_spaces": False, "model_max_length": 2**30}
-        (folder / "tokenizer.json").write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+        config |= {TAGS: sorted(self.tags)} if self.tags else {}
+        (folder / "tokenizer.json").write_text(self.backend_text, encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         named = {f"{NAMED}/{name}.jinja": source for name, source in self.named_templates.items()}
         for name, source in {"chat_template.jinja": self.chat_template, **named}.items():
@@ -766,6 +786,7 @@ class Tokenizer:
         values: Values,
         date: str,
         prompt_bos: bool | None,
+        tags: Iterable[str] | None = None,
     ) -> Tokenizer:
         return Tokenizer(
             backend,
@@ -777,6 +798,7 @@ class Tokenizer:
             template_values=values,
             date=date,
             prompt_bos=prompt_bos,
+            tags=self.tags if tags is None else tags,
         )
 
     def _spell(self, ids: Sequence[int], *, opens: bool = False) -> str:
@@ -882,6 +904,15 @@ def _deeply(change: Callable[[str], str], value: Any) -> Any:
 
 def _tokens(texts: Sequence[str]) -> list[AddedToken]:
     return [AddedToken(text, special=True, normalized=False) for text in texts]
+
+
+def _marked(text: str, tags: Collection[str], *, special: bool) -> str:
+    """Return a tokenizer.json in which the added tokens with these texts are special, or ordinary, ones."""
+    data = json.loads(text)
+    for row in data["added_tokens"]:
+        if row["content"] in tags:
+            row["special"] = special
+    return json.dumps(data, ensure_ascii=False, indent=2)
 
 
 def byte_letters() -> list[str]:
