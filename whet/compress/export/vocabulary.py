@@ -100,7 +100,7 @@ def express(tokenizer: Tokenizer, num_rows: int, stop_ids: Sequence[int], templa
     Raises:
         UserError: If llama.cpp has no such tokenizer.
     """
-    data = json.loads(tokenizer.backend_text)
+    data = json.loads(tokenizer.backend_text())
     model = data["model"]
     if model["type"] != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise _no(f"a {model['type']} model", "")

@@ -126,7 +126,7 @@ def compose_embeddings(table_VD: torch.Tensor, tokenizer: Tokenizer, seed: int) 
     """
     generator = torch.Generator().manual_seed(seed)
     std = float(table_VD.detach().std())
-    ids: dict[str, int] = json.loads(tokenizer.backend_text)["model"]["vocab"]
+    ids: dict[str, int] = json.loads(tokenizer.backend_text())["model"]["vocab"]
     drawn: dict[str, torch.Tensor] = {}
 
     def vector(name: str) -> torch.Tensor:

@@ -168,9 +168,8 @@ class Tokenizer:
         """SHA-256 of tokenizer.json with its tags as special tokens: same fingerprint, same ids."""
         return hashlib.sha256(self._backend.to_str(pretty=True).encode()).hexdigest()
 
-    @functools.cached_property
     def backend_text(self) -> str:
-        """The tokenizer.json that `save` writes, for programs that build another kind of tokenizer from it, too."""
+        """Return the tokenizer.json that `save` writes, for programs that build another kind of tokenizer from it."""
         text = self._backend.to_str(pretty=True)
         return _marked(text, self.tags, special=False) if self.tags else text
 
@@ -768,7 +767,7 @@ class Tokenizer:
         config = {**self._roles, "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": self.adds_bos}
         config |= {"clean_up_tokenization_spaces": False, "model_max_length": 2**30}
         config |= {TAGS: sorted(self.tags)} if self.tags else {}
-        (folder / "tokenizer.json").write_text(self.backend_text, encoding="utf-8")
+        (folder / "tokenizer.json").write_text(self.backend_text(), encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         named = {f"{NAMED}/{name}.jinja": source for name, source in self.named_templates.items()}
         for name, source in {"chat_template.jinja": self.chat_template, **named}.items():
