@@ -429,6 +429,10 @@ def without_noise(value: Any) -> Any:
     return [without_noise(item) for item in value] if isinstance(value, list) else value
 
 
+UNSEALED = ("training/state.json", "training/logs.json", "training/run.json")
+"""Files of a checkpoint with times or a run's own id, whose hashes in its manifest are not compared."""
+
+
 def content(folder: Path) -> dict[str, str]:
     """Return a hash of everything in a run folder that must not depend on when the run was killed, by path."""
     found: dict[str, str] = {}
@@ -446,9 +450,18 @@ def content(folder: Path) -> dict[str, str]:
                 manifest = json.loads(data)
                 manifest.pop("sha256")
                 for file in list(manifest["files"]):
-                    if file in ("training/state.json", "training/logs.json") or "/optimizer/" in file:
+                    if (
+                        file.removeprefix("training/") in ("state.json", "logs.json", "run.json")
+                        or "/optimizer/" in file
+                    ):
                         manifest["files"].pop(file)
                 data = json.dumps(manifest).encode()
+        elif name.endswith(
+            "training/run.json"
+        ):  # each run has an id of its own, all of its checkpoints the same
+            with contextlib.suppress(ValueError, OSError, KeyError, TypeError):
+                own = json.loads((folder / "provenance.json").read_bytes())["run_id"]
+                data = f"of this run: {json.loads(data)['run_id'] == own}".encode()
         elif "/optimizer/" in name:  # DCP writes the names in its header in any order
             length = int.from_bytes(data[:8], "little")
             with contextlib.suppress(ValueError):

@@ -34,7 +34,7 @@ PROGRAMS = {
     "soak": "bench/reliability/soak.py --quick",
     "whet sft --restarts": f"-m whet sft demo {TINY} --restarts 2",
     "whet seeds": "-m whet seeds demo --of sft --seeds 0 1 --out seeds --num-steps 5000",
-    "whet sweep": "-m whet sweep demo --mode quick",
+    "whet sweep": "-m whet sweep demo --of sft --mode quick",
     "whet doctor determinism": "-m whet doctor determinism",
     "whet doctor sandbox": "-m whet doctor sandbox",
 }
