@@ -378,7 +378,7 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
         return _supervise([*argv, *([] if is_named else ["--out", config.out])], config, parsed.restarts)
     else:
         if parsed.resume is False:
-            _need_earlier(_inner(config) if program.passes and config.of in program.passes else config)
+            _need_stages(program, config)
         for warning in program.before(config) if program.before is not None else ():
             print(f"whet: warning: {warning}", flush=True)
         try:
@@ -413,7 +413,7 @@ def _rehearse(name: str, program: Program, recipe: str, config: Any, resume: boo
     if told:
         print("\n".join(f"{sign}{line}".rstrip() for line in told), flush=True)
     if resume is False:
-        _need_earlier(_inner(config) if program.passes and config.of in program.passes else config)
+        _need_stages(program, config)
     if program.check is not None:
         program.check(config, resume)
     elif program.passes and config.of in program.passes:
@@ -438,6 +438,12 @@ def _check_recipe(config: Any) -> None:
     program, inner = COMMANDS[config.of].load(), _inner(config)
     assert program.check is not None
     program.check(inner, True)
+
+
+def _need_stages(program: Program, config: Any) -> None:
+    """Refuse a recipe whose earlier stage was not run; a cluster is planned from a run's times, without its model."""
+    if getattr(config, "cluster", None) is not True:
+        _need_earlier(_inner(config) if program.passes and config.of in program.passes else config)
 
 
 def _need_earlier(config: Any) -> None:
