@@ -38,7 +38,7 @@ PROGRAMS = {
     "whet doctor determinism": "-m whet doctor determinism",
     "whet doctor sandbox": "-m whet doctor sandbox",
 }
-GRACE_S = {"whet sft --restarts": 60, "whet seeds": 60, "ranks, fresh": 60}
+GRACE_S = {"whet sft --restarts": 60, "whet seeds": 60, "ranks, fresh": 60, "ranks_equal": 20}
 """Runs that are asked to save and stop, and ranks that look for torchrun; the others are killed."""
 
 
@@ -50,8 +50,11 @@ def lasting(pid: int) -> set[int]:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [pytest.param(name, "SIGTERM", marks=[] if name in GRACE_S else pytest.mark.slow) for name in PROGRAMS]
+    + [(name, "SIGKILL") for name in PROGRAMS],
+)
 def test_nothing_is_left(name: str, how: str, tmp_path: Path) -> None:
     first, *rest = PROGRAMS[name].split()
     words = [sys.executable, first if first == "-m" else str(ROOT / first), *rest]
