@@ -169,7 +169,8 @@ def test_it():
         str(tmp_path),
     ]
     file = tmp_path / "pid"
-    with subprocess.Popen(words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}) as parent:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
+    with subprocess.Popen(words, cwd=tmp_path, env=environment) as parent:
         while not (file.exists() and file.read_text().strip()):
             assert parent.poll() is None
             time.sleep(0.05)
