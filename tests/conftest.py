@@ -132,15 +132,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gpu = pytest.mark.skip(reason="needs a CUDA device, and is asked for: -m gpu")
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("some") is not None:
+        some = item.get_closest_marker("some")
+        if some is not None and item.get_closest_marker(some.kwargs.get("others", "ci")) is None:
             cases.setdefault(item.nodeid.split("[", 1)[0], []).append(item)
     for same in cases.values():
-        mark = same[0].get_closest_marker("some")
-        many = min(mark.args[0] if mark else 0, len(same))
+        some = same[0].get_closest_marker("some")
+        assert some is not None
+        many = min(some.args[0], len(same))
         kept = {place * len(same) // many for place in range(many)}
         for place, item in enumerate(same):
             if place not in kept:
-                item.add_marker(pytest.mark.ci)
+                item.add_marker(getattr(pytest.mark, some.kwargs.get("others", "ci")))
     if path := config.getoption("--skipped-in"):
         listed = set(Path(path).read_text(encoding="utf-8").split("\n"))
         # A file may have been skipped whole, and a test before it got its parameters.

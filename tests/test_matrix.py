@@ -1,7 +1,7 @@
 """Every command with every kind of model: it works, or one line refuses it before anything is computed.
 
 The commands run in this process, on models of some thousand random parameters. `make test` walks the cheap rows of the
-table, `.ci/run` all of it.
+table, `.ci/run` all but the dearest.
 """
 
 from __future__ import annotations
@@ -440,10 +440,15 @@ def test_every_command_is_in_the_table_or_has_a_reason() -> None:
     assert named | LEFT_OUT.keys() == set(__main__.COMMANDS)
 
 
+DEAR = ("export", "diagnose", "plan")
+"""Commands that start processes of their own, for seconds each: `.ci/run` has three kinds of model, `make slow` all."""
+
+
 def cells() -> Iterator[Any]:
     for name, row in ROWS.items():
         for kind in KINDS:
-            marks = [] if row.cheap else [pytest.mark.ci]
+            is_dear = name.split(",")[0] in DEAR and kind not in ("text", "seeing", "quantised")
+            marks = [] if row.cheap else [pytest.mark.slow if is_dear else pytest.mark.ci]
             yield pytest.param(row, kind, id=f"{name}-{kind}", marks=marks)
 
 

@@ -103,7 +103,10 @@ def test_a_bad_library_never_reaches_a_run(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("target", list(build.TARGETS))
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param(t, marks=[pytest.mark.slow] * (t in ("x86-64-v2", "x86-64-v4"))) for t in build.TARGETS],
+)
 def test_the_kernels_own_test(target: str, tmp_path: Path) -> None:
     """Compiled for each target; run where this CPU can, under qemu for ARM, and otherwise left at compiling."""
     is_arm = target == "armv8-a"

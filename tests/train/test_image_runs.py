@@ -169,9 +169,8 @@ def configured(name: str, folder: Path, out: Path) -> RLConfig | SFTConfig:
     return replace(config, policy=replace(config.policy, **asked), **others)
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.ci] * (name != OFTEN)) for name in RUNS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != OFTEN)) for name in RUNS]
 )
 def test_killed_and_resumed_it_ends_as_if_it_had_not_been(name: str, folder: Path, tmp_path: Path) -> None:
     """Weights, optimizer, metrics and samples: bitwise, after a SIGKILL between two checkpoints."""

@@ -220,7 +220,7 @@ def test_the_command_line(
     assert "--restarts" not in capsys.readouterr().out
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_training_that_is_killed_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     """A whole command: `kill -9` of the training, twice; its weights are those of an undisturbed run, bitwise."""
     words = (

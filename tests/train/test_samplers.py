@@ -689,6 +689,7 @@ class SleepingVllm:
 
 
 @pytest.mark.ci
+@pytest.mark.some(2, others="slow")
 @pytest.mark.parametrize(
     ("sleep", "trains"), [(None, "weights"), (2, "weights"), (None, "adapter"), (0, "weights")]
 )

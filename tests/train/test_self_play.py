@@ -173,7 +173,7 @@ def told(out: Path) -> list[dict[str, float]]:
 
 
 @needs_engine
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_killed_run_ends_bitwise_as_the_one_that_was_not(tmp_path: Path) -> None:
     play_run(str(tmp_path / "whole"))
     program = "import sys; sys.path += sys.argv[2:]; import test_self_play as t; t.play_run(sys.argv[1], kill_after=3)"
