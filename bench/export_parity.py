@@ -254,7 +254,7 @@ def why(dtype: str, num_prompts: int) -> None:
         # The model whose weights are those of the file, in f32: it is exported as any other model.
         loaded = load_policy(policy, seed=0)
         file = home / "out/model.gguf"
-        loaded.model.load_state_dict(read_back(file, loaded.model), strict=True)
+        loaded.model.load_state_dict(dict(read_back(file, loaded.model)), strict=True)
         loaded.save(home / "dequantised")
         reference = parity.take(loaded, program.prompts(config, loaded), config.max_new_tokens)
         longest = max(map(len, reference.prompts)) + config.max_new_tokens

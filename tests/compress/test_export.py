@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +40,7 @@ from whet.types import UserError
 
 STORIES = SHARED / "data/models/stories260k"
 needs_gguf = needs("gguf")
-needs_llama = needs("llama_cpp", "gguf")  # bench/export_parity.py makes the whole table
+needs_llama = needs("xllamacpp", "gguf")  # bench/export_parity.py makes the whole table
 needs_mlx = needs("mlx", "mlx_lm")
 SHAPE = ModelConfig(
     vocab_size=258,
@@ -258,7 +260,7 @@ def test_the_adapter_that_leaves_is_peft_s_and_a_merged_one_is_the_sum(folder: P
     report = export(config(place, tmp_path / "peft", "adapter"))
     assert report["verdict"] == "passed"
     assert report["checked_by"].startswith("peft")
-    assert report["runtime"]["logit_difference"] < 1e-5
+    assert report["runtime"]["logprob_difference"] < 1e-5
     merged = export(config(place, tmp_path / "merged", "merged", dtype="bf16"))
     base, lora = load_file(folder / "model.safetensors"), load_file(place / "adapter_model.safetensors")
     name = "model.layers.1.self_attn.q_proj"
@@ -319,7 +321,7 @@ def test_an_adapter_on_a_quantised_base_leaves_as_what_was_trained(folder: Path,
     alone = export(config(place, tmp_path / "adapter", "adapter"))
     assert alone["verdict"] == "not checked"
     assert "few bits" in alone["runtime"]["not_checked"]
-    assert alone["stored"]["logit_difference"] == 0.0
+    assert alone["stored"]["logprob_difference"] == 0.0
     again = load_policy(PolicyConfig(init=str(tmp_path / "adapter")), seed=0)
     assert len(packed_parts(again.model)) == 14
     again = load_policy(PolicyConfig(init=str(tmp_path / "merged")), seed=0)
@@ -433,6 +435,27 @@ def test_ollama_and_llama_cpp_ask_with_the_bos_that_whet_asks_with(
     assert "differs on 2 of 2 prompts with a question" in told[0]
 
 
+REFUSES = IM.replace(
+    "{% for m in",
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('none') }}{% endif %}{% for m in",
+)
+
+
+@pytest.mark.parametrize("schema", ["none", "think_answer", "boxed", "hashes"])
+@pytest.mark.parametrize("template", [None, DROPS, REFUSES, REWRITES, IM])
+def test_a_modelfile_asks_with_the_schema_s_own_instruction_once(schema: str, template: str | None) -> None:
+    policy = make(schema=schema)
+    if template is not None:
+        policy.tokenizer = policy.tokenizer.with_template(template)
+    user = {"role": "user", "content": "Hi"}
+    text, _ = modelfile(policy, "m", 8, {})
+    assert unlike_ollama(policy, text, [[user]]) == []
+    read = dict(read_modelfile(text))
+    told = ollama_writes(read["TEMPLATE"], [{"role": "system", "content": "Be brief."}, user])
+    is_heard = template not in (None, DROPS) or schema != "none"
+    assert ("Be brief." in told) is is_heard  # and then in place of the schema's own
+
+
 def test_a_system_message_that_the_template_drops_is_dropped_and_noted() -> None:
     policy = with_bos(DROPS, "<s>", adds_bos=False)
     go, notes = go_template(policy)
@@ -537,7 +560,7 @@ def test_phi_3_has_one_tensor_of_gate_and_up_and_two_of_factors(tmp_path: Path) 
     assert facts["context_length"] == 64  # the short factors end there
     vocabulary = express(Tokenizer.bytes(), model.num_valid_tokens, (), "T")
     gguf.write_gguf(model, vocabulary, tmp_path / "m.gguf", "f32", name="my-Phi-3.5")
-    again = gguf.read_back(tmp_path / "m.gguf", model)
+    again = dict(gguf.read_back(tmp_path / "m.gguf", model))
     assert all(again[name].equal(parameter) for name, parameter in model.named_parameters())
     import gguf as package
 
@@ -624,6 +647,68 @@ def test_characters_are_bytes_joined_by_merges() -> None:
     assert found.notes
 
 
+@needs_gguf
+def test_a_refusal_comes_before_a_weight_is_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def none(*_: Any, **__: Any) -> Policy:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(program, "load_policy", none)
+    monkeypatch.setenv("PATH", str(tmp_path))  # no llama-quantize
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
+    gemma = tmp_path / "gemma"
+    shutil.copytree(folder, gemma)
+    (gemma / "config.json").write_text(
+        json.dumps(SMALL | {"model_type": "gemma", "tie_word_embeddings": False, "eos_token_id": 256})
+    )
+    (tmp_path / "text").write_text("no GGUF")
+    for settings, words in (
+        (config(folder, tmp_path / "k", "gguf", dtype="q4_k_m"), "dtype = q4_k_m: llama.cpp quantises to it"),
+        (config(gemma, tmp_path / "g", "gguf"), "no head of its own"),
+        (config(folder, tmp_path / "m", "merged"), "no adapter to merge"),
+        (config(folder, tmp_path / "a", "adapter"), "no adapter in it"),
+        (config(folder, gemma, "hf"), "exists already"),
+    ):
+        for run in (export, lambda given: program.check(given, False)):
+            with pytest.raises(UserError, match=words):
+                run(settings)
+        assert not Path(settings.out).exists() or settings.out == str(gemma)
+    program.check(config(folder, tmp_path / "fine", "hf"), False)
+    assert "it would start" in capsys.readouterr().out
+    assert "NOT CHECKED: transformers is not installed" in program.plan(
+        config(folder, tmp_path / "fine", "hf")
+    )
+
+
+def test_a_model_without_an_end_names_one_that_is_no_ordinary_token() -> None:
+    def without(roles: dict[str, str]) -> Tokenizer:
+        backend = tokenizers.Tokenizer.from_str(Tokenizer.bytes().backend_text())
+        return Tokenizer(backend, roles=roles, chat_template=None)
+
+    found = express(without({"pad_token": "<pad>"}), 258, (), "")
+    assert found.facts["ggml.eos_token_id"] == 257
+    assert any("no token ends a text" in note for note in found.notes)
+    assert express(without({"bos_token": "<eos>"}), 258, (), "").facts["ggml.eos_token_id"] == 256
+    assert express(without({}), 258, (7,), "").facts["ggml.eos_token_id"] == 7
+    with pytest.raises(UserError, match="no token that ends a text"):
+        express(without({}), 258, (), "")
+
+
+def test_a_report_that_no_runtime_checked_claims_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtimes, "missing", lambda _: "transformers")
+    report = export(config(folder, tmp_path / "out", "hf", dtype="f32"))
+    assert report["verdict"] == "not checked"
+    assert report["kl"] is report["top1_agreement"] is report["greedy_equal"] is report["checked_by"] is None
+    assert report["stored"]["kl"] == 0
+    text = "\n".join(program.lines(report))
+    assert "NOT CHECKED in the program that it is for: transformers is not installed" in text
+    assert "checked by" not in text
+
+
 def test_what_llama_cpp_has_not_is_refused() -> None:
     block = replace(SHAPE.block, has_sinks=True)
     with pytest.raises(UserError, match="has_sinks"):
@@ -651,7 +736,7 @@ def test_a_file_read_back_is_the_model_but_for_rounding(kind: str, tmp_path: Pat
     assert reader.get_field("llama.attention.head_count_kv").contents() == 2
     table = next(t for t in reader.tensors if t.name == "token_embd.weight")
     assert list(table.shape) == [32, policy.tokenizer.vocab_size]
-    for name, tensor in gguf.read_back(tmp_path / "m.gguf", policy.model).items():
+    for name, tensor in gguf.read_back(tmp_path / "m.gguf", policy.model):
         own = policy.model.get_parameter(name).detach()
         largest = own.abs().amax(-1, keepdim=True)
         bound = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127 + 2**-11}[kind]
@@ -705,7 +790,7 @@ def test_importance_is_the_mean_square_of_a_matrix_s_inputs(tmp_path: Path) -> N
         importance.read(tmp_path / "text")
 
 
-@needs_llama
+@needs("llama_cpp", "xllamacpp", "gguf")
 def test_fewer_bits_by_llama_cpp_s_quantiser(tmp_path: Path) -> None:
     shape = replace(SHAPE, hidden_size=256, intermediate_size=288, head_dim=64, num_layers=1)
     make(shape).save(tmp_path / "wide")
@@ -718,7 +803,7 @@ def test_fewer_bits_by_llama_cpp_s_quantiser(tmp_path: Path) -> None:
         given = str(weights) if name == "one" else name
         settings = config(tmp_path / "wide", tmp_path / f"q4{name}", "gguf", dtype="q4_k_m", imatrix=given)
         report = export(settings)
-        assert report["checked_by"].startswith("llama-cpp-python")
+        assert report["checked_by"].startswith("llama.cpp")
         assert report["runtime"]["prompts_equal"] == 1.0
         assert any("Q4_K" in note for note in report["notes"])
         assert any("blocks of 256 do not fill" in note for note in report["notes"])  # 288 inputs of down_proj
@@ -726,7 +811,7 @@ def test_fewer_bits_by_llama_cpp_s_quantiser(tmp_path: Path) -> None:
         assert report["runtime"]["kl"] < 2 * report["stored"]["kl"] + 1e-3
         model = load_policy(PolicyConfig(init=str(tmp_path / "wide"), device="cpu"), seed=0).model
         label = "model.layers.0.self_attn.q_proj.weight"
-        stored = gguf.read_back(tmp_path / f"q4{name}/model.gguf", model)[label]
+        stored = dict(gguf.read_back(tmp_path / f"q4{name}/model.gguf", model))[label]
         errors[name] = (stored - model.get_parameter(label)).detach()[:, :16].square().mean().item()
     assert errors["one"] < 0.85 * errors[""]
 
@@ -734,14 +819,17 @@ def test_fewer_bits_by_llama_cpp_s_quantiser(tmp_path: Path) -> None:
 def test_what_rounding_alone_does_is_told_from_what_the_runtime_adds(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    strict = parity.Thresholds(kl=0.0, top1=0.0, greedy=0.0)
+    strict = parity.Thresholds(kl=0.0, top1=0.0)
     monkeypatch.setattr(parity, "THRESHOLDS", {"bf16": strict, "f32": strict})
     rounded = export(config(folder, tmp_path / "bf16", "hf", dtype="bf16"))
-    assert rounded["verdict"] == "failed"
-    assert any("rounding the weights to bf16 alone misses" in note for note in rounded["notes"])
+    assert rounded["thresholds"]["kl"] == 2 * rounded["stored"]["kl"]
+    assert any("rounding the weights to bf16 alone changes more" in note for note in rounded["notes"])
+    monkeypatch.setattr(parity, "ROUNDING_KL", 0.0)
+    coarse = export(config(folder, tmp_path / "coarse", "hf", dtype="bf16"))
+    assert coarse["verdict"] == "failed"
     exact = export(config(folder, tmp_path / "f32", "hf", dtype="f32"))
     assert exact["stored"]["kl"] == 0  # the runtime's order of sums is all that differs
-    assert not any("alone misses" in note for note in exact["notes"])
+    assert not any("alone changes" in note for note in exact["notes"])
 
 
 def test_differences_of_distributions_are_the_formula_s() -> None:
@@ -750,8 +838,40 @@ def test_differences_of_distributions_are_the_formula_s() -> None:
     reference = parity.Reference([(1,)], [[]], [(0,)], [ours], 1)
     found = parity.differences(reference, [theirs], [(1,)], 3)
     assert found["kl"] == pytest.approx(0.25 * np.log(2))
-    assert found["top1_agreement"] == 0
+    assert found["top1_agreement"] == found["top1_to_ties"] == 0
     assert found["greedy_equal"] == 0
+    theirs[0, 0] = np.log(0.24)  # the top tokens are still others: 0.25 and 0.5 are no near tie
+    ours[0, 1] = np.log(0.48)
+    found = parity.differences(reference, [theirs], [(1,)], 3)
+    assert found["top1_agreement"] == 0
+    assert found["top1_to_ties"] == 1
+
+
+def test_log_probabilities_that_are_not_given_are_ours() -> None:
+    ours = np.log(np.array([[0.5, 0.25, 0.2, 0.05]]))
+    theirs = np.log(np.array([[0.25, 0.5, np.nan, np.nan]]))  # a runtime gives the likeliest alone
+    reference = parity.Reference([(1,)], [[]], [(0,)], [ours], 1)
+    found = parity.differences(reference, [theirs], [(0,)], 4)
+    # Among the first two, which have 0.75 of our probability, 2/3 and 1/3 stand against 1/3 and 2/3.
+    assert found["kl"] == pytest.approx(0.75 * np.log(2) / 3)
+    assert parity.differences(reference, [ours * [[1, 1, np.nan, 1]]], [(0,)], 4)["kl"] == 0
+
+
+def test_greedy_text_of_rounded_weights_decides_nothing_but_their_probabilities_do() -> None:
+    seen = {
+        "kl": 0.00465,
+        "top1_to_ties": 0.98,
+        "greedy_equal_to_ties": 0.5,
+    }  # SmolLM2-135M in q8_0, llama.cpp
+    assert parity.failures(seen, parity.THRESHOLDS["q8_0"]) == []
+    assert len(parity.failures(seen, parity.THRESHOLDS["f32"])) == 3
+    bf16 = parity.THRESHOLDS["bf16"]
+    rounding = {"kl": 0.014, "top1_to_ties": 0.97}  # the same in bf16, by rounding alone, in our own engine
+    limits = bf16.eased(rounding)
+    assert (limits.kl, limits.top1) == (0.028, pytest.approx(0.92))
+    assert parity.failures(seen | {"kl": 0.015}, limits) == []
+    assert len(parity.failures(seen | {"kl": 0.03}, limits)) == 1
+    assert bf16.eased({"kl": 0.06, "top1_to_ties": 0.97}) == bf16  # too coarse a type, and said so
 
 
 def test_texts_that_part_at_a_near_tie_are_counted_apart() -> None:
@@ -771,14 +891,14 @@ def test_texts_that_part_at_a_near_tie_are_counted_apart() -> None:
 
 def test_failures_are_a_line_for_each_thing_that_is_not_the_same() -> None:
     limits = parity.Thresholds(kl=0.1, top1=0.9, greedy=0.5)
-    good = {"kl": 0.1, "top1_agreement": 0.9, "greedy_equal": 0.5}
+    good = {"kl": 0.1, "top1_to_ties": 0.9, "greedy_equal_to_ties": 0.5}
     fine = {"prompts_equal": 1.0, "stops_equal": 1.0, "stops_missing": []}
     assert parity.failures(good, limits) == parity.failures(good | fine, limits) == []
     for name, value, said in (
         ("kl", 0.2, "KL 0.2 nats"),
         ("kl", float("nan"), "KL nan nats"),  # not a number is not below anything
-        ("top1_agreement", 0.8, "the same top token at 80.0%"),
-        ("greedy_equal", 0.4, "equal greedy text on 40.0%"),
+        ("top1_to_ties", 0.8, "the same top token, up to near ties, at 80.0%"),
+        ("greedy_equal_to_ties", 0.4, "equal greedy text, up to near ties, on 40.0%"),
         ("tokenless", 0.02, "rows that are no token's have 2.0% of the probability"),
         ("prompts_equal", 0.5, "the same prompt tokens on 50.0%"),
         ("stops_equal", 0.5, "it stops where we do on 50.0%"),

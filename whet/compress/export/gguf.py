@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from whet.install import install_command
 from whet.model.config import STORED, Block, ModelConfig, Rope
 from whet.model.families import rope_parameters
 from whet.model.keys import Keys
+from whet.model.lora.adapter import Adapter
 from whet.model.transformer import LanguageModel
 from whet.types import UserError
 
@@ -59,6 +60,8 @@ class Architecture:
     """Whether heads times head_dim is the width."""
     has_part_ropes: bool = False
     """Whether a part of each head's channels may turn, the first ones."""
+    is_tied: bool = False
+    """Whether the head is the table of embeddings: a file with another one does not load."""
     wide_layers: int = 0
     """Number of layers at which scores are divided by sqrt(width / heads) in place of sqrt(head_dim)."""
 
@@ -79,8 +82,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm3": Architecture(name="smollm3", flags=ROPES),
     "phi3": Architecture(name="phi3", flags=ROPES, is_square=True, has_part_ropes=True),
     "granite": Architecture(name="granite", flags=ROPES | SCALES, biases=frozenset({"o_proj", "mlp"})),
-    "gemma": Architecture(name="gemma", flags=GEMMA),
-    "gemma2": Architecture(name="gemma2", flags=GEMMA2, has_sandwich=True, window_every=2, wide_layers=46),
+    "gemma": Architecture(name="gemma", flags=GEMMA, is_tied=True),
+    "gemma2": Architecture(
+        name="gemma2", flags=GEMMA2, has_sandwich=True, window_every=2, wide_layers=46, is_tied=True
+    ),
     "gemma3_text": Architecture(
         name="gemma3", flags=GEMMA2 | {"qk_norm"}, has_sandwich=True, window_every=6, wide_layers=62
     ),
@@ -97,6 +102,8 @@ TOP = {
     "transformer.ln_f.weight": "output_norm.weight",
     "transformer.ln_f.bias": "output_norm.bias",
 }
+NO_CAP = 1e6
+"""A cap that does nothing: c tanh(x / c) is x in float32."""
 EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
 TABLES = ("model.embed_tokens.weight", "lm_head.weight", "transformer.wte.weight")
 LAYER = {
@@ -162,6 +169,8 @@ def architecture(config: ModelConfig) -> Architecture:
     _check_layers(config, kind, arch)
     if arch.is_square and config.num_heads * config.head_dim != config.hidden_size:
         raise _no(kind, f"heads of {config.head_dim} channels in a width of {config.hidden_size}")
+    if arch.is_tied and not config.tie_embeddings:
+        raise _no(kind, "head of its own, beside the table of embeddings,")
     experts = config.block.experts
     if experts is not None and (experts.score != "softmax" or not experts.is_normalised or experts.shared):
         raise _no(kind, "experts whose weights are not a softmax that sums to 1")
@@ -228,14 +237,13 @@ def metadata(config: ModelConfig) -> dict[str, bool | int | float | str]:
     found |= _rope_metadata(config, arch)
     if arch.window_every:  # an absent key means another window there
         found["attention.sliding_window"] = windows(config) or config.max_positions
-    if block.attention_cap:
-        if arch.name == "gemma3":
-            raise _no(kind, "cap of attention's scores")
-        found["attn_logit_softcapping"] = block.attention_cap
-    if block.logit_cap:
+    if block.attention_cap and arch.name == "gemma3":
+        raise _no(kind, "cap of attention's scores")
+    if arch.name == "gemma2":  # absent keys mean Gemma 2's own values, and 0 makes every logit 0
+        found["attn_logit_softcapping"] = block.attention_cap or NO_CAP
+        found["final_logit_softcapping"] = block.logit_cap or NO_CAP
+    elif block.logit_cap:
         found["final_logit_softcapping"] = block.logit_cap
-    elif arch.name == "gemma2":  # absent keys mean Gemma 2's own values
-        found["final_logit_softcapping"] = 0.0
     if arch.name == "granite":
         found |= {
             "embedding_scale": block.embedding_scale,
@@ -255,8 +263,7 @@ def metadata(config: ModelConfig) -> dict[str, bool | int | float | str]:
 
 
 def _rope_metadata(config: ModelConfig, arch: Architecture) -> dict[str, bool | int | float | str]:
-    ropes = config.block.ropes
-    main = ropes[0] if ropes else None
+    main, local = _two_ropes(config, arch)
     found: dict[str, bool | int | float | str] = {
         "rope.freq_base": main.theta if main else config.rope_theta,
         "rope.dimension_count": main.dims if main else config.head_dim,
@@ -276,13 +283,30 @@ def _rope_metadata(config: ModelConfig, arch: Architecture) -> dict[str, bool | 
         found |= {"rope.scaling.type": "linear", "rope.scaling.factor": main.divisors[0]}
     if config.rope_scaling is not None and arch.name not in FACTORS:
         raise _no(model_type(config), "scaling of rotary positions of the kind llama3")
-    if len(ropes) > 1:
-        if ropes[1].divisors or ropes[1].amplitude != 1.0:
+    if arch.name == "gemma3":
+        if local is not None and (local.divisors or local.amplitude != 1.0):
             raise _no(model_type(config), "scaling of the windowed layers' rotary positions")
-        found["rope.freq_base_swa"] = ropes[1].theta
-    elif arch.name == "gemma3":
-        found["rope.freq_base_swa"] = found["rope.freq_base"]
+        found["rope.freq_base_swa"] = local.theta if local is not None else found["rope.freq_base"]
     return found
+
+
+def _two_ropes(config: ModelConfig, arch: Architecture) -> tuple[Rope | None, Rope | None]:
+    """Return the layers' rope and, for Gemma 3, that of those which have a window there; None for the plain one.
+
+    A layer's place decides: in llama.cpp it turns as windowed layers do even if the file's window is the context.
+    """
+    ropes = config.block.ropes
+    if not ropes:
+        return None, None
+    places: tuple[set[int], set[int]] = (set(), set())
+    for index, spec in enumerate(config.layers):
+        is_local = arch.name == "gemma3" and (index + 1) % arch.window_every != 0
+        if spec.rope >= 0:
+            places[is_local].add(spec.rope)
+    if any(len(found) > 1 for found in places):
+        raise _no(model_type(config), "such order of two rotary positions")
+    main, local = (ropes[next(iter(found), 0)] for found in places)
+    return main, local
 
 
 def _yarn_metadata(config: ModelConfig, rope: Rope) -> dict[str, int | float | str]:
@@ -328,12 +352,32 @@ def rope_divisors(config: ModelConfig) -> torch.Tensor | None:
     return torch.tensor(rope.divisors) if rope is not None and rope.divisors else None
 
 
+def check_names(model: LanguageModel) -> None:
+    """Refuse a model with a tensor that has no place in GGUF."""
+    arch, kind = architecture(model.config), model_type(model.config)
+    metadata(model.config)
+    names = LAYER | (SANDWICHED if arch.has_sandwich else {})
+    for name, _ in model.named_parameters():
+        if name in TOP:
+            continue
+        _, part, end = _split(name)
+        if part == "mlp.experts":
+            continue
+        if part not in names:
+            raise _no(kind, f"tensor {name!r}")
+        has_bias = part.startswith(("attn.", "ln_", "mlp.c_")) or part.rpartition(".")[2] in arch.biases
+        has_bias |= "mlp" in arch.biases and part.startswith("mlp.")
+        if end == "bias" and not has_bias:
+            raise _no(kind, f"bias {name!r}")
+
+
 def tensors(model: LanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a model's tensors in float32 under GGUF's names, as llama.cpp multiplies with them.
 
     Raises:
         UserError: If a tensor has no place there.
     """
+    check_names(model)
     config = model.config
     arch, kind = architecture(config), model_type(config)
     names = LAYER | (SANDWICHED if arch.has_sandwich else {})
@@ -359,12 +403,6 @@ def tensors(model: LanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
         if part == "mlp.experts":
             yield from _experts(f"blk.{layer}", end, tensor)
             continue
-        if part not in names:
-            raise _no(kind, f"tensor {name!r}")
-        has_bias = part.startswith(("attn.", "ln_", "mlp.c_")) or part.rpartition(".")[2] in arch.biases
-        has_bias |= "mlp" in arch.biases and part.startswith("mlp.")
-        if end == "bias" and not has_bias:
-            raise _no(kind, f"bias {name!r}")
         if kind == "gpt2" and end == "weight" and tensor.dim() == 2:
             tensor = tensor.t().contiguous()
         if arch.name in PERMUTED and part in ("self_attn.q_proj", "self_attn.k_proj"):
@@ -466,11 +504,55 @@ def write_gguf(
             _add(writer, f"{arch.name}.{key}", value)
         for key, value in vocabulary.facts.items():
             _add(writer, f"tokenizer.{key}", value)
-        for label, tensor in tensors(model):
-            type_name = stored_type(label, tensor.shape, kind)
-            number = gguf.GGMLQuantizationType[type_name]
-            data = gguf.quants.quantize(np.ascontiguousarray(tensor.numpy()), number)
-            writer.add_tensor(label, data, raw_dtype=number)
+        types = {}
+        for label, tensor in tensors(model):  # their shapes come first in a file
+            number = gguf.GGMLQuantizationType[stored_type(label, tensor.shape, kind)]
+            block, size = gguf.GGML_QUANT_SIZES[number]
+            row = tensor.shape[-1] // block * size
+            types[label] = number
+            bytes_ = (*tensor.shape[:-1], row)
+            writer.add_tensor_info(label, bytes_, np.dtype(np.uint8), math.prod(bytes_), raw_dtype=number)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for label, tensor in tensors(model):  # one after the other: a copy of all would double the memory
+            data = gguf.quants.quantize(np.ascontiguousarray(tensor.numpy()), types[label])
+            writer.write_tensor_data(data)
+    finally:
+        writer.close()
+
+
+def write_lora(adapter: Adapter, model: LanguageModel, path: Path) -> None:
+    """Write an adapter's pairs as llama.cpp's --lora reads them, beside any GGUF file of its base.
+
+    Args:
+        adapter: The adapter, under whet's own names.
+        model: Its base.
+        path: The file.
+
+    Raises:
+        UserError: If something of it has no place there: whole tensors, DoRA, experts, embeddings, Phi-3's joined gate.
+    """
+    gguf, arch, names = import_gguf(), architecture(model.config), labels(model)
+    if adapter.saved or any(pair.magnitude_F is not None for pair in adapter.pairs.values()):
+        raise UserError("llama.cpp's adapters have no whole tensors and no DoRA")
+    writer = gguf.GGUFWriter(str(path), arch.name)
+    try:
+        writer.add_type("adapter")
+        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 0.0)  # none: B is scaled, for ranks may differ
+        for module, pair in adapter.pairs.items():
+            label = names.get(f"{module}.weight")
+            is_joined = arch.name in FUSED and module.endswith("mlp.up_proj")
+            if label is None or label == EMBEDDINGS or is_joined:
+                raise UserError(f"llama.cpp's adapters have no place for a change of {module[:80]!r}")
+            part = "" if label == HEAD else _split(f"{module}.weight")[1]
+            b = pair.scaling * pair.b_FR.float().cpu()
+            if arch.name in PERMUTED and part in ("self_attn.q_proj", "self_attn.k_proj"):
+                b = neighbours(b, model.config.head_dim)
+            b = _scaled(part, b, model.config, arch)
+            for side, tensor in (("a", pair.a_RD.float().cpu()), ("b", b)):
+                writer.add_tensor(f"{label}.lora_{side}", np.ascontiguousarray(tensor.numpy()))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -492,27 +574,28 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def read_back(path: Path, model: LanguageModel) -> dict[str, torch.Tensor]:
-    """Return a model's parameters as a GGUF file has them, rounded by its type: what `tensors` undone gives.
+def read_back(path: Path, model: LanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a model's parameters as a GGUF file has them, rounded by its type: what `tensors` undone gives.
 
     Args:
         path: A file that `write_gguf` wrote for the model, or llama.cpp from such a file.
         model: The model, for names and shapes.
     """
     gguf = import_gguf()
-    stored = {
-        tensor.name: torch.from_numpy(
-            np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+    entries = {tensor.name: tensor for tensor in gguf.GGUFReader(str(path)).tensors}
+
+    def stored(name: str) -> torch.Tensor:
+        entry = entries[name]
+        return torch.from_numpy(
+            np.array(gguf.quants.dequantize(entry.data, entry.tensor_type), dtype=np.float32)
         )
-        for tensor in gguf.GGUFReader(str(path)).tensors
-    }
+
     config = model.config
     arch = architecture(config)
     names = LAYER | (SANDWICHED if arch.has_sandwich else {})
-    found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         if name in TOP:
-            tensor = stored[TOP[name]]
+            tensor = stored(TOP[name])
             if name in TABLES:
                 tensor = torch.cat((tensor, parameter.detach()[len(tensor) :].float().cpu()))
         else:
@@ -522,12 +605,11 @@ def read_back(path: Path, model: LanguageModel) -> dict[str, torch.Tensor]:
                 tensor = tensor.t()
         if config.block.norm_offset and name.endswith("norm.weight"):
             tensor = tensor - config.block.norm_offset
-        found[name] = tensor.reshape(parameter.shape).to(parameter.dtype).contiguous()
-    return found
+        yield name, tensor.reshape(parameter.shape).to(parameter.dtype).contiguous()
 
 
 def _unmapped(
-    stored: Mapping[str, torch.Tensor],
+    stored: Callable[[str], torch.Tensor],
     block: str,
     part: str,
     end: str,
@@ -538,12 +620,12 @@ def _unmapped(
     """Return one parameter of a layer from the stored tensors."""
     if part == "mlp.experts":
         if end == "gate_up_proj":
-            halves = (stored[f"{block}.ffn_{half}_exps.weight"] for half in ("gate", "up"))
+            halves = (stored(f"{block}.ffn_{half}_exps.weight") for half in ("gate", "up"))
             return torch.cat(tuple(halves), dim=1)
-        return stored[f"{block}.ffn_down_exps.weight"]
+        return stored(f"{block}.ffn_down_exps.weight")
     if arch.name in FUSED and part in ("mlp.gate_proj", "mlp.up_proj"):
-        return stored[f"{block}.ffn_up.{end}"].chunk(2)[part == "mlp.up_proj"]
-    tensor = stored[f"{block}.{names[part]}.{end}"]
+        return stored(f"{block}.ffn_up.{end}").chunk(2)[part == "mlp.up_proj"]
+    tensor = stored(f"{block}.{names[part]}.{end}")
     if arch.name in PERMUTED and part in ("self_attn.q_proj", "self_attn.k_proj"):
         pairs = tensor.reshape(-1, config.head_dim // 2, 2, *tensor.shape[1:])
         tensor = pairs.transpose(1, 2).reshape(tensor.shape)

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +34,64 @@ class Thresholds:
     kl: float
     """Largest mean Kullback-Leibler divergence of the next token, ours from theirs, in nats."""
     top1: float
-    """Least share of positions whose most likely token is the same."""
-    greedy: float
-    """Least share of prompts with equal greedy text."""
+    """Least share of positions whose most likely token is the same, or one that we find nearly as likely."""
+    greedy: float = 0.0
+    """Least share of prompts with equal greedy text, up to near ties. One token that rounding turns changes all that
+    follow, so of rounded weights it says nothing about whether the file is right."""
+
+    def eased(self, rounding: Mapping[str, Any]) -> Thresholds:
+        """Return the limits of a runtime for weights of which rounding alone, in our engine, changes more than usual.
+
+        Args:
+            rounding: Our engine's differences with the stored weights.
+        """
+        if not rounding["kl"] <= ROUNDING_KL:
+            return self
+        top1 = min(self.top1, rounding["top1_to_ties"] - ROUNDING_TOP1)
+        return replace(self, kl=max(self.kl, 2 * rounding["kl"]), top1=top1)
 
 
 THRESHOLDS: dict[str, Thresholds] = {
     "f32": Thresholds(kl=1e-6, top1=0.995, greedy=0.95),
-    "f16": Thresholds(kl=1e-3, top1=0.98, greedy=0.8),
-    "bf16": Thresholds(kl=1e-2, top1=0.95, greedy=0.6),
-    "q8_0": Thresholds(kl=1e-2, top1=0.95, greedy=0.6),
+    "f16": Thresholds(kl=1e-3, top1=0.98),
+    "bf16": Thresholds(kl=1e-2, top1=0.95),
+    "q8_0": Thresholds(kl=1e-2, top1=0.95),
 }
 """By type of the weights. float32 leaves the order of sums, so near ties alone may fall otherwise; the others round
 weights and, in llama.cpp, what they are multiplied with."""
+ROUNDING_KL, ROUNDING_TOP1 = 5e-2, 0.05
+"""Of rounding alone: the largest KL that a sound model was seen to have is 1.4e-2 (SmolLM2-135M, made of 4 bits, in
+bf16). Beyond the first the verdict says that the type is too coarse; the second is what a runtime may add to it."""
 GELU_KL = 1e-4
 """Of float32 in llama.cpp for models with GELU, which it takes from a table in float16."""
-LOOSE = Thresholds(kl=0.5, top1=0.7, greedy=0.0)
+LOOSE = Thresholds(kl=0.5, top1=0.7)
 """Of 4 and 5 bits: they change the text, and the report says how much."""
 
 
 TOKENLESS = 1e-2
 """Largest mean probability of rows that are no token's, which other programs may draw."""
+LINES = (
+    "It's 3:45 p.m.; they'll've paid $1,234.56 (or 7%)!",
+    "  two  spaces\tand a tab \n\n\n and lines\r\n",
+    " a leading space",
+    "def f(x):\n    return x**2  # ²",
+    "2 + 2 = 4, 12345678901234567890, ½, ٣٤٥",
+    "Übergröße naïve façade Ærøskøbing",
+    "cafe\u0301 and café",
+    "हिन्दी में लिखा हुआ पाठ",
+    "ภาษาไทยไม่มีช่องว่าง",
+    "نصّ عربيّ مُشكَّل",
+    "日本語の文章と中文、한국어",
+    "🙂 👩‍👩‍👧‍👦 🏳️‍🌈",
+    "HTTPServerError camelCase snake_case SCREAMING_CASE",
+    "https://example.com/a?b=c&d=%20#e",
+    '<b>bold</b> \\frac{1}{2} {"key": [1, null]}',
+    "зачем Ελληνικά שלום",
+    "…—–“quotes”\u00a0\u200b\u3000end",
+    "",
+)
+"""Texts at which tokenizers that are nearly the same part."""
+LOAD_ERROR = "error loading model: "
 NEAR_TIE = 0.1
 """Nats between two tokens that count as nearly equally likely: where texts part there, rounding alone decides."""
 
@@ -128,19 +165,23 @@ def differences(
         num_valid: Ids that the tokenizer has.
 
     Returns:
-        Among others `greedy_equal`, the share of equal texts; `greedy_equal_to_ties`, those counted in whose first
+        Among others `top1_to_ties`, the share of positions where their likeliest token is ours, or nearly as likely to
+        us; `greedy_equal`, the share of equal texts; `greedy_equal_to_ties`, those counted in whose first
         difference is between tokens that we find nearly equally likely; `first_gaps`, by how many nats we prefer our
         token there, for each text that differs, None where one text only ends; `tokenless`, the mean probability that
         the other side gives to rows that are no token's.
     """
-    kls, agree, largest, tokenless = [], [], 0.0, []
+    kls, agree, ties, largest, tokenless = [], [], [], 0.0, []
     for ours, theirs in zip(reference.logits, logits, strict=True):
+        theirs = _completed(theirs, ours)
         tokenless.append(mass_beyond(theirs, num_valid))
         ours, theirs = (side[:, :num_valid].astype(np.float64) for side in (ours, theirs))
         p, q = _log_softmax(ours), _log_softmax(theirs)
         kls.append((np.exp(p) * (p - q)).sum(-1))
         agree.append(ours.argmax(-1) == theirs.argmax(-1))
-        largest = max(largest, float(np.abs(ours - theirs).max()))
+        chosen = np.take_along_axis(ours, theirs.argmax(-1)[:, None], axis=-1)[:, 0]
+        ties.append(ours.max(-1) - chosen <= NEAR_TIE)
+        largest = max(largest, float(np.abs(p - q).max()))
     kl = np.concatenate(kls)
     equal = [tuple(a) == tuple(b) for a, b in zip(reference.said, said, strict=True)]
     gaps = [
@@ -152,8 +193,9 @@ def differences(
     return {
         "kl": max(float(kl.mean()), 0.0),
         "kl_max": max(float(kl.max()), 0.0),
-        "logit_difference": largest,
+        "logprob_difference": largest,
         "top1_agreement": float(np.concatenate(agree).mean()),
+        "top1_to_ties": float(np.concatenate(ties).mean()),
         "greedy_equal": sum(equal) / len(equal),
         "num_greedy_equal": sum(equal),
         "greedy_equal_to_ties": (sum(equal) + num_ties) / len(equal),
@@ -161,6 +203,19 @@ def differences(
         "tokenless": float(np.concatenate(tokenless).mean()),
         "num_positions": len(kl),
     }
+
+
+def _completed(theirs: np.ndarray, ours: np.ndarray) -> np.ndarray:
+    """Fill the logits that a runtime does not give, which are NaN, with ours, moved to the level of those that it
+    gives: what differs is judged on the given ones, its likeliest."""
+    is_given = ~np.isnan(theirs)
+    if is_given.all():
+        return theirs
+    sides = (
+        np.where(is_given, side[:, : theirs.shape[1]].astype(np.float64), -np.inf) for side in (theirs, ours)
+    )
+    level_theirs, level_ours = (np.logaddexp.reduce(side, axis=-1, keepdims=True) for side in sides)
+    return np.where(is_given, theirs, ours[:, : theirs.shape[1]] + level_theirs - level_ours)
 
 
 def mass_beyond(logits: np.ndarray, num_valid: int) -> np.ndarray:
@@ -232,7 +287,9 @@ def ask(
         "context": context,
         "max_new_tokens": reference.max_new_tokens,
         "stop_strings": policy.stop_strings,
+        "stop_ids": list(policy.stop_ids),
         "has_template": reference.has_template,
+        "lines": LINES,
         "prompts": [{"ids": ids, "messages": chat, "said": said} for ids, chat, said in pairs],
     }
     with tempfile.TemporaryDirectory(prefix="whet-export-") as name:
@@ -242,7 +299,9 @@ def ask(
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         done = processes.run(command, capture_output=True, text=True, env=environment, check=False)
         if done.returncode or not (folder / runtimes.ANSWER).is_file():
-            reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+            told = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+            # llama.cpp's own words come before the exception.
+            reason = next((line.split(LOAD_ERROR)[1] for line in told if LOAD_ERROR in line), told[-1])
             raise UserError(f"{path}: {runtime} cannot run it: {reason[:300]}")
         answer: Mapping[str, Any] = json.loads((folder / runtimes.ANSWER).read_text(encoding="utf-8"))
         logits = [np.load(folder / f"{number}.npy") for number in range(len(reference.prompts))]
@@ -263,6 +322,11 @@ def ask(
         "stops_missing": [
             policy.tokenizer.token_text(i) for i in policy.stop_ids if i not in answer["stop_ids"]
         ],
+        "lines_unlike": [
+            line
+            for line, ids in zip(LINES, answer.get("lines", ()), strict=False)
+            if ids != policy.tokenizer.encode(line)
+        ],
         "num_stopped": sum(bool(ids) and ids[-1] in policy.stop_ids for ids in reference.said),
     }
 
@@ -272,10 +336,12 @@ def failures(found: Mapping[str, Any], limits: Thresholds) -> list[str]:
     lines = []
     if not found["kl"] <= limits.kl:
         lines.append(f"KL {found['kl']:.3g} nats a token: expected at most {limits.kl:g}")
-    if found["top1_agreement"] < limits.top1:
-        lines.append(f"the same top token at {found['top1_agreement']:.1%}: expected {limits.top1:.1%}")
-    if found["greedy_equal"] < limits.greedy:
-        lines.append(f"equal greedy text on {found['greedy_equal']:.1%}: expected {limits.greedy:.0%}")
+    if found["top1_to_ties"] < limits.top1:
+        share = found["top1_to_ties"]
+        lines.append(f"the same top token, up to near ties, at {share:.1%}: expected {limits.top1:.1%}")
+    if found["greedy_equal_to_ties"] < limits.greedy:
+        share = found["greedy_equal_to_ties"]
+        lines.append(f"equal greedy text, up to near ties, on {share:.1%}: expected {limits.greedy:.0%}")
     if found.get("tokenless", 0.0) > TOKENLESS:
         lines.append(
             f"rows that are no token's have {found['tokenless']:.1%} of the probability, and other programs draw them: "

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from whet.compress.export.ollama import ollama_writes, read_modelfile
 from whet.compress.export.vocabulary import leads_with_bos
 from whet.generate.policy import Policy
-from whet.model.text.chat import in_user_turn
 from whet.types import UserError
 
 BOS = "{{ bos_token }}"
@@ -127,17 +126,17 @@ def unlike_ollama(policy: Policy, text: str, chats: Sequence[Sequence[dict[str, 
     template, own = read["TEMPLATE"], read.get("SYSTEM", "")
     system = {"role": "system", "content": "Be brief."}
     earlier = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"}]
-    cases = [("question", list(chat)) for chat in chats]
-    if policy.tokenizer.system_role == "written":
-        cases += [("system message", [system, *chat]) for chat in chats[:1] if chat[0]["role"] != "system"]
+    cases = [("a question", list(chat)) for chat in chats]
+    if policy.tokenizer.system_role != "dropped":
+        cases += [("a system message", [system, *chat]) for chat in chats[:1] if chat[0]["role"] != "system"]
     if ".Messages" in template:
-        cases += [("earlier turn", [*earlier, *chat]) for chat in chats[:1] if chat[0]["role"] == "user"]
+        cases += [("an earlier turn", [*earlier, *chat]) for chat in chats[:1] if chat[0]["role"] == "user"]
     unlike = Counter(
         what for what, chat in cases if ollama_writes(template, chat, own) != _text(policy, chat, cue=True)
     )
     return [
         f"Ollama would ask otherwise: the Modelfile's template differs on {count} of "
-        f"{sum(what == name for name, _ in cases)} prompts with a {what}"
+        f"{sum(what == name for name, _ in cases)} prompts with {what}"
         for what, count in unlike.items()
     ]
 
@@ -169,18 +168,23 @@ def go_template(policy: Policy) -> tuple[str, list[str]]:
 def _question(policy: Policy) -> str:
     """Return a Go template of a system message, if there is one, and a single question."""
     user = {"role": "user", "content": U}
-    asked, told = (_text(policy, chat, cue=True) for chat in ([user], _told(policy, [user])))
+    asked, told = _text(policy, [user], cue=True), _led(policy, [user], cue=True)
     asked, told = (_go_text(text).replace(U, "{{ .Prompt }}") for text in (asked, told))
     if S not in told:
         return asked
     return f"{{{{ if .System }}}}{told.replace(S, '{{ .System }}')}{{{{ else }}}}{asked}{{{{ end }}}}"
 
 
-def _told(policy: Policy, talk: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """Put a system message before a conversation, in the user's turn if the template has no such role."""
-    asked = [{"role": "system", "content": S}, *talk]
-    is_lost = policy.tokenizer.system_role == "dropped" and not _own_system(policy)
-    return asked if is_lost or policy.tokenizer.system_role == "written" else in_user_turn(asked)
+def _led(policy: Policy, talk: Sequence[dict[str, str]], *, cue: bool) -> str:
+    """Render a conversation with a system message, where the template has one.
+
+    Where it drops given ones, but not the schema's own, which whet puts into the user's turn, it stands in that place:
+    the Modelfile's SYSTEM is the schema's own.
+    """
+    own = _own_system(policy)
+    if policy.tokenizer.system_role == "dropped" and own:
+        return _text(policy, talk, cue=cue).replace(own, S, 1)
+    return _text(policy, [{"role": "system", "content": S}, *talk], cue=cue)
 
 
 def _conversation(policy: Policy) -> str:
@@ -192,9 +196,8 @@ def _conversation(policy: Policy) -> str:
     cue = _go_text(_added(steps[2], _text(policy, talk, cue=True)))
     own = _own_system(policy)
     # What a conversation with a system message begins with, up to the first question's end.
-    asked = _told(policy, [user])
-    led = _text(policy, asked, cue=False)
-    if _text(policy, [*asked, *talk[1:]], cue=False) != led + said + later:
+    led = _led(policy, [user], cue=False)
+    if _led(policy, talk, cue=False) != led + said + later:
         raise UserError("a system message changes later ones")
     replied = _go_part("assistant", said, A)
     if led.endswith(later) and first.endswith(later) and led.count(S) <= 1:

@@ -5,6 +5,7 @@ The process reads request.json and writes answer.json and a file of logits for e
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 MODULES = {
-    "llama.cpp": ("llama_cpp",),
+    "llama.cpp": ("xllamacpp",),
     "transformers": ("transformers",),
     "peft": ("peft", "transformers"),
     "mlx": ("mlx_lm", "mlx"),
@@ -25,8 +26,9 @@ MODULES = {
 EXTRAS = {"llama.cpp": "llama", "transformers": "convert", "peft": "peft", "mlx": "mlx"}
 """whet's extra that installs it."""
 REQUEST, ANSWER = "request.json", "answer.json"
-GGML_F32 = 0
-"""llama.cpp keeps keys and values in float16 by default; here they are as whet has them."""
+ERRORS_ALONE = 1
+NUM_PROBS = 2048
+"""Log-probabilities of a place that llama.cpp is asked for: all of a large vocabulary take it half a second."""
 
 
 class Runtime(Protocol):
@@ -40,7 +42,7 @@ class Runtime(Protocol):
         ...
 
     def logits(self, ids: Sequence[int], start: int) -> np.ndarray:
-        """Return float32 logits [len(ids) - start, V] of the tokens from `start` on."""
+        """Return float32 logits [len(ids) - start, V] of the tokens from `start` on, NaN where it gives none."""
         ...
 
     def greedy(self, ids: Sequence[int], max_new_tokens: int, stops: Sequence[str]) -> list[int]:
@@ -54,62 +56,92 @@ def missing(runtime: str) -> str:
 
 
 class LlamaCpp:
-    """A GGUF file in llama.cpp.
+    """A GGUF file in llama.cpp's server, asked as its clients ask: xllamacpp has it in one wheel.
 
     Args:
         path: The file.
         context: Longest sequence in tokens.
+        ends: Ids of which to find out whether it stops at them.
+        lora: File of an adapter; '' for none.
     """
 
-    def __init__(self, path: str, context: int) -> None:
-        import llama_cpp  # pyright: ignore[reportMissingImports]
-        from llama_cpp.llama_chat_format import (  # pyright: ignore[reportMissingImports]
-            Jinja2ChatFormatter,
-        )
+    def __init__(self, path: str, context: int, ends: Sequence[int], lora: str = "") -> None:
+        import xllamacpp  # pyright: ignore[reportMissingImports]
 
-        self.version = f"llama-cpp-python {llama_cpp.__version__}"
-        self._api, kinds = llama_cpp, {"type_k": GGML_F32, "type_v": GGML_F32}
-        threads = {"n_threads": 1, "n_threads_batch": 1}
-        self._llm: Any = llama_cpp.Llama(
-            path, n_ctx=context, n_batch=context, logits_all=True, verbose=False, **kinds, **threads
-        )
-        self._vocab = self._llm._model.vocab
-        rows = self._llm.n_vocab()
-        self.stop_ids = [i for i in range(rows) if llama_cpp.llama_vocab_is_eog(self._vocab, i)]
-        source = self._llm.metadata.get("tokenizer.chat_template", "")
-        texts = {
-            role: "" if index < 0 else str(llama_cpp.llama_vocab_get_text(self._vocab, index).decode())
-            for role, index in (("bos", self._llm.token_bos()), ("eos", self._llm.token_eos()))
-        }
-        self._format = Jinja2ChatFormatter(source, texts["eos"], texts["bos"]) if source else None
+        self.version = f"llama.cpp (xllamacpp {xllamacpp.__version__})"
+        params: Any = xllamacpp.CommonParams()
+        params.model.path, params.verbosity = path, ERRORS_ALONE
+        params.n_ctx = params.n_batch = params.n_ubatch = context
+        params.n_parallel = params.n_threads_http = 1
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+        # Keys and values as whet has them: float16 is llama.cpp's default. All of them, also outside windows: each
+        # request goes on from the last one's.
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.swa_full, params.warmup, params.fit_params, params.ctx_shift = True, False, False, False
+        params.n_gpu_layers = params.cache_ram_mib = params.n_ctx_checkpoints = 0
+        if lora:
+            info: Any = xllamacpp.CommonAdapterLoraInfo()
+            info.path, info.scale = lora, 1.0
+            params.lora_adapters = [info]
+        self._server = xllamacpp.Server(params)
+        self._address = self._server.listening_address.rpartition("/")[2]
+        self._num_rows = int(self._ask("/v1/models")["data"][0]["meta"]["n_vocab"])
+        self.stop_ids = [index for index in ends if self._next([index], force=index)["stop_type"] == "eos"]
+        # A byte that begins a character has no probabilities: one of these is drawn in its place.
+        pieces = self._ask("/tokenize", content="a 1.")["tokens"]
+        self._plain = [*self.stop_ids, *pieces]
+
+    def _ask(self, path: str, **body: Any) -> Any:
+        # http.client heeds no proxy of the environment.
+        connection = http.client.HTTPConnection(self._address)
+        try:
+            text = json.dumps(body) if body else None
+            connection.request(
+                "POST" if body else "GET", path, text, headers={"Content-Type": "application/json"}
+            )
+            reply = connection.getresponse()
+            found = json.loads(reply.read())
+        finally:
+            connection.close()
+        if reply.status != 200:
+            raise RuntimeError(f"{path}: {str(found)[:200]}")
+        return found
+
+    def _next(self, ids: Sequence[int], *, count: int = 1, force: int | None = None, **more: Any) -> Any:
+        """Continue a prompt greedily; `force` is drawn instead, the probabilities stay the model's own."""
+        bias = [] if force is None else [[force, 1e9]]
+        plain = {"temperature": 0, "cache_prompt": True, "return_tokens": True, "logit_bias": bias}
+        return self._ask("/completion", prompt=list(ids), n_predict=count, **plain, **more)
+
+    def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+        """Return the tokens of a text as a prompt has them: with BOS where the file says so."""
+        return self._ask("/tokenize", content=text, add_special=special, parse_special=special)["tokens"]
 
     def render(self, messages: list[dict[str, str]]) -> list[int]:
-        """Render through the file's template, and tokenize as llama-cpp-python's chats do."""
-        if self._format is None:
+        """Render through the file's template, and tokenize, as llama.cpp's chats do; [] where it cannot."""
+        try:
+            return self.tokenize(self._ask("/apply-template", messages=messages)["prompt"])
+        except RuntimeError:
             return []
-        text = self._format(messages=messages).prompt
-        return list(self._llm.tokenize(text.encode(), add_bos=False, special=True))
 
     def logits(self, ids: Sequence[int], start: int) -> np.ndarray:
-        """Evaluate the whole sequence at once."""
-        self._llm.reset()
-        self._llm.eval(list(ids[:-1]))
-        return np.array(self._llm.scores[start - 1 : len(ids) - 1], dtype=np.float32)
+        """Ask for the log-probabilities at each place: those of the `NUM_PROBS` likeliest ids, NaN for the others."""
+        found = np.full((len(ids) - start, self._num_rows), np.nan, dtype=np.float32)
+        for row, place in enumerate(range(start, len(ids))):
+            for force in (None, *self._plain):
+                reply = self._next(ids[:place], force=force, n_probs=min(self._num_rows, NUM_PROBS))
+                if rows := reply.get("completion_probabilities"):
+                    break
+            else:
+                raise RuntimeError("no probabilities in any reply")
+            for entry in rows[0]["top_logprobs"]:
+                found[row, entry["id"]] = entry["logprob"]
+        return found
 
     def greedy(self, ids: Sequence[int], max_new_tokens: int, stops: Sequence[str]) -> list[int]:
-        """Draw token by token, to an end-of-generation token or a stop string."""
-        self._llm.reset()
-        self._llm.eval(list(ids))
-        found: list[int] = []
-        text = b""
-        while len(found) < max_new_tokens:
-            token = int(np.argmax(self._llm.scores[self._llm.n_tokens - 1]))
-            found.append(token)
-            text += self._llm._model.token_to_piece(token, special=True)
-            if self._api.llama_vocab_is_eog(self._vocab, token) or any(s.encode() in text for s in stops):
-                break
-            self._llm.eval([token])
-        return found
+        """Generate to an end-of-generation token or a stop string."""
+        return list(self._next(ids, count=max_new_tokens, stop=list(stops))["tokens"])
 
 
 class Transformers:
@@ -213,7 +245,7 @@ def answer(folder: Path) -> None:
     request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
     path, kind = request["path"], request["runtime"]
     loaders: dict[str, Callable[[], Runtime]] = {
-        "llama.cpp": lambda: LlamaCpp(path, request["context"]),
+        "llama.cpp": lambda: LlamaCpp(path, request["context"], request["stop_ids"]),
         "transformers": lambda: Transformers(path, "", request["dtype"]),
         "peft": lambda: Transformers(path, request["base"], request["dtype"]),
         "mlx": lambda: Mlx(path),
@@ -227,6 +259,8 @@ def answer(folder: Path) -> None:
         rendered = runtime.render(prompt["messages"]) if request["has_template"] else ids
         rows.append({"rendered": rendered, "greedy": greedy})
     found = {"version": runtime.version, "stop_ids": runtime.stop_ids, "rows": rows}
+    if isinstance(runtime, LlamaCpp):  # the others read tokenizer.json, as whet does
+        found["lines"] = [runtime.tokenize(line, special=False) for line in request["lines"]]
     (folder / ANSWER).write_text(json.dumps(found), encoding="utf-8")
 
 

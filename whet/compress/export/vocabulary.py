@@ -49,6 +49,8 @@ PATTERNS = {
     f"{CASED[0]}{CONTRACTIONS}?|{CASED[1]}{CONTRACTIONS}?|\\p{{N}}{{1,3}}|{SIGNS_SLASH}|{SPACES}": "gpt-4o",
 }
 """Patterns of tokenizer.json that split words before a byte-level BPE, by llama.cpp's name."""
+MARKS = frozenset({"tekken", "gpt-4o"})
+"""Splits whose words may have combining marks, but not in llama.cpp's spelling of them."""
 MERGES_ALL = {"llama-bpe": "smaug-bpe"}
 """Another name of the same split, for vocabularies whose whole words are not taken before their merges."""
 NEVER = f"{chr(0x100)}{chr(0x100)} {chr(0x100)}{chr(0x100)}"
@@ -202,6 +204,11 @@ def _byte_level(
         notes.append("llama.cpp leaves out characters that the vocabulary does not have, in place of <unk>")
     else:
         pre = _split_name(data["pre_tokenizer"], has_merges=bool(merges))
+        if pre in MARKS:
+            notes.append(
+                "llama.cpp takes combining marks for signs, not for parts of words: texts in Hindi or Thai get other "
+                "tokens"
+            )
         if not model.get("ignore_merges"):
             pre = MERGES_ALL.get(pre, pre)
     facts: dict[str, Any] = {"ggml.model": "gpt2", "ggml.pre": pre}
@@ -287,10 +294,12 @@ def _space_prefix(data: Mapping[str, Any]) -> tuple[bool, list[str]]:
         raise _no(f"the pre-tokenizer {split['type']}", "expected Metaspace")
     scheme = split.get("prepend_scheme", "always")
     notes = []
+    if scheme != "never":
+        notes = ["llama.cpp writes one more space before a text that begins with one"]
     if scheme == "first":
-        notes = [
+        notes.append(
             "llama.cpp writes a space after each control token, too, before a letter that follows at once"
-        ]
+        )
     return scheme != "never", notes
 
 
@@ -302,6 +311,15 @@ def _stops(tokenizer: Tokenizer, stop_ids: Sequence[int]) -> tuple[dict[str, int
     rest = [index for index in others if index not in named]
     if end is None and rest:
         end = rest.pop(0)
+    unmade = None
+    if end is None:
+        # Without the key llama.cpp ends at its own default, an ordinary token (11, or 2 of SentencePiece's).
+        unmade = next((i for i in (tokenizer.pad_id, tokenizer.bos_id) if i is not None), None)
+        if unmade is None:
+            raise UserError(
+                "the tokenizer has no token that ends a text, and none for padding or BOS to take its place: llama.cpp "
+                "would end at an ordinary one; use --to hf"
+            )
     places = {"ggml.eos_token_id": end} | dict(
         zip(("ggml.eot_token_id", "ggml.eom_token_id"), rest, strict=False)
     )
@@ -309,4 +327,9 @@ def _stops(tokenizer: Tokenizer, stop_ids: Sequence[int]) -> tuple[dict[str, int
         f"llama.cpp has no place for a further stop token: give {tokenizer.token_text(index)!r} as a stop string"
         for index in rest[2:]
     ]
+    if unmade is not None:
+        places["ggml.eos_token_id"] = unmade
+        notes.append(
+            f"no token ends a text, and llama.cpp needs one: the file names {tokenizer.token_text(unmade)!r}"
+        )
     return {name: index for name, index in places.items() if index is not None}, notes
