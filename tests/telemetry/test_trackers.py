@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import sqlite3
 import struct
 import subprocess
@@ -25,10 +27,12 @@ from whet.report import track
 from whet.report.track import TrackRunConfig
 from whet.telemetry import trackers as tracking
 from whet.telemetry.log import RunLog, read_metrics
+from whet.telemetry.metrics import FAMILIES, METRICS
 from whet.telemetry.trackers import (
     FINISH_SECONDS,
     TRACKERS,
     Link,
+    MLflow,
     TrackConfig,
     TrackedRun,
     Tracking,
@@ -409,6 +413,38 @@ def test_mlflow_in_a_folder(tmp_path: Path) -> None:
     assert client.get_metric_history(entry["id"], "eval/pass_1")[0].value == 0.5
     names = [file.path for file in client.list_artifacts(entry["id"], "samples")]
     assert names == [f"samples/step_{step:08d}.json" for step in range(1, 5)]
+
+
+def test_a_folder_of_mlflow_takes_every_name(tmp_path: Path) -> None:
+    """It keeps a file for each: no name may be the folder of another, also in files of earlier versions."""
+    names = [*METRICS, *(f"{family}x" for family in FAMILIES)]
+    assert not [(a, b) for a in names for b in names if b.startswith(f"{a}/")]
+    mlflow = pytest.importorskip("mlflow")
+    folder, store = tmp_path / "run", tmp_path / "store"
+    write_run(folder, [1], TrackConfig())
+    row = {
+        "stage": "rl",
+        "step": 2,
+        "time_s": 1.0,
+        **dict.fromkeys(names, 0.5),
+        "rl/prompts_dropped/unscored": 3.0,
+    }
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    track.main(TrackRunConfig(run=str(folder), to=("mlflow",), uri=str(store)))
+    entry = read_entries(folder)["mlflow"]
+    assert (entry["rows_not_sent"], entry["error"]) == (0, "")
+    data = mlflow.MlflowClient(tracking_uri=str(store)).get_run(entry["id"]).data.metrics
+    assert data["rl/dropped/unscored"] == 3.0
+    assert {re.sub(r"[^\w.\- /:]", "_", name) for name in names} <= data.keys()
+
+
+def test_mlflow_without_databases_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for uri in ("sqlite:///x.db", "postgresql+psycopg2://host/x"):
+        with pytest.raises(UserError, match="databases need the whole mlflow, not mlflow-skinny alone: "):
+            MLflow(TrackConfig(to=("mlflow",), uri=uri))
 
 
 @pytest.mark.ci

@@ -113,9 +113,7 @@ def test_every_prompt_has_one_state_after_every_step(
         assert values["rl/prompts_consumed"] == trained
         assert values["rl/prompts_in_flight"] == want.pop("consumed") - trained
         assert values["rl/prompts_dropped"] == sum(want.values())
-        assert {n: v for n, v in values.items() if "dropped/" in n} == {
-            f"rl/prompts_{n}": v for n, v in want.items()
-        }
+        assert {n: v for n, v in values.items() if "dropped/" in n} == {f"rl/{n}": v for n, v in want.items()}
         states = [values[f"rl/prompts_{name}"] for name in ("consumed", "dropped", "in_flight")]
         assert sum(states) == run.state()["cursor"] == len(made)
         assert all(find_metric(name) for name in values)
@@ -135,7 +133,7 @@ def test_a_run_that_is_killed_at_any_step_accounts_the_same(uninformative: str, 
         whole.next(step)
         rows.append(whole.close_step(skipped=step == 3))
         states.append(json.loads(json.dumps(whole.state())))
-    assert rows[3]["rl/prompts_dropped/skipped_update"] > 0
+    assert rows[3]["rl/dropped/skipped_update"] > 0
     for start in range(NUM_STEPS):
         again = new_source(algo, staleness)
         again.load_state(states[start])
@@ -208,7 +206,7 @@ def test_a_checkpoint_of_before_the_account_goes_on(staleness: int) -> None:
     again = new_source(staleness=staleness)
     again.load_state(state)
     values = again.close_step()
-    assert values["rl/prompts_dropped/unknown"] == state["cursor"] - num_waiting
+    assert values["rl/dropped/unknown"] == state["cursor"] - num_waiting
     assert values["rl/prompts_in_flight"] == num_waiting
     for step in range(3, NUM_STEPS):
         again.next(step)
@@ -221,7 +219,7 @@ def test_reasons_are_metrics_and_states_are_whole_numbers() -> None:
     account.sample(1, dict.fromkeys(REASONS, 1))
     account.train(1, skipped=False)
     account.audit(len(REASONS) + 1, 0)
-    assert {f"rl/prompts_dropped/{reason}" for reason in REASONS} < set(account.metrics())
+    assert {f"rl/dropped/{reason}" for reason in REASONS} < set(account.metrics())
 
 
 def _rank(rank: int, store: str) -> None:

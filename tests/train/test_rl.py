@@ -472,7 +472,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
         train(make_config(tiny_policy, tmp_path, safety=SafetyConfig(max_skipped=2)))
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["rl/skipped"] == 3
-    assert last["rl/prompts_dropped/skipped_update"] > 0
+    assert last["rl/dropped/skipped_update"] > 0
 
 
 def test_prompts_must_leave_room(tiny_policy: PolicyConfig, tmp_path: Path) -> None:

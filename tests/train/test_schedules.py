@@ -355,7 +355,7 @@ def test_a_run_in_float16_overflows_logs_and_resumes_exactly(
     assert rows[0]["rl/overflows"] == 1
     assert rows[0]["rl/loss_scale"] == 2.0**40
     assert "rl/skipped" not in rows[0]
-    assert rows[0]["rl/prompts_dropped/skipped_update"] > 0
+    assert rows[0]["rl/dropped/skipped_update"] > 0
     assert any("rl/overflows" not in row and row["rl/grad_norm"] > 0 for row in rows)
     assert rows[-1]["rl/loss_scale"] != rows[0]["rl/loss_scale"]
     assert (

@@ -170,10 +170,10 @@ def _series(
     name: str, metric: Metric | None, steps: np.ndarray, values: np.ndarray, span: tuple[int, int]
 ) -> dict[str, Any]:
     # After a family's name: what the user chose, unchanged, or the reason.
-    families = ("rl/reward/", "rl/signal/", "rl/prompts_dropped/")
+    families = ("rl/reward/", "rl/signal/", "rl/dropped/")
     family = next((family for family in families if name.startswith(family)), "")
     label = name.removeprefix(family) if family else metric_label(name)
-    label = label.replace("_", " ") if family == "rl/prompts_dropped/" else label
+    label = label.replace("_", " ") if family == "rl/dropped/" else label
     series: dict[str, Any] = {
         "name": name,
         "label": label,

@@ -122,7 +122,7 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
             ("rl/prompts_consumed", "rl/prompts_dropped", "rl/prompts_in_flight"),
             smooth=False,
         ),
-        Panel("why prompts were dropped", ("rl/prompts_dropped/",), smooth=False),
+        Panel("why prompts were dropped", ("rl/dropped/",), smooth=False),
         Panel("unscorable samples", ("rl/unscorable", "rl/reward_failures")),
     ),
     "rl_health": (

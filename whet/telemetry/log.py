@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from whet.ranks.collectives import gather_json, is_distributed
-from whet.telemetry.metrics import find_metric
+from whet.telemetry.metrics import RENAMED, find_metric
 from whet.types import Group, Problem, Sample, UserError
 
+RENAMED_KEYS = tuple((f'"{old}'.encode(), f'"{new}'.encode()) for old, new in RENAMED.items())
 MAX_NUMBER = 1e90
 MAX_TIME_S = 2.0**33
 """Upper bound of a plausible time of a run."""
@@ -240,7 +241,10 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object of a line, None if it is not one."""
+    """Return the JSON object of a line, None if it is not one; metrics have their present names."""
+    for old, new in RENAMED_KEYS:
+        if old in line:
+            line = line.replace(old, new)
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -206,7 +206,7 @@ METRICS: dict[str, Metric] = {
 """Every metric with its unit and meaning. Logging another name is an error, unless it belongs to a family."""
 
 FAMILIES: dict[str, Metric] = {
-    "rl/prompts_dropped/": Metric("prompts", "prompts dropped from training so far for this reason", ",.0f"),
+    "rl/dropped/": Metric("prompts", "prompts dropped from training so far for this reason", ",.0f"),
     "rl/reward/": Metric("score", "mean unweighted score of this reward"),
     "rl/signal/": _share(
         "this reward's share of the spread of advantages within groups; negative means against the rest"
@@ -220,7 +220,12 @@ FAMILIES: dict[str, Metric] = {
     "hardware/temperature_c/": Metric("°C", "mean temperature of the device", ".0f"),
     "hardware/memory_gib/": Metric("GiB", "memory in use on the device, by all programs", ".1f"),
 }
-"""Prefixes of metrics whose last part is a name that the user chose (a reward, a subject, a k)."""
+"""Prefixes of metrics whose last part is a name that the user chose (a reward, a subject, a k).
+
+No name goes on after another one and a slash: trackers that keep a file for each name could not have both.
+"""
+RENAMED = {"rl/prompts_dropped/": "rl/dropped/"}
+"""Beginnings of names in the files of earlier versions, and what they are now."""
 
 
 def find_metric(name: str) -> Metric:

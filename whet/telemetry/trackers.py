@@ -6,6 +6,7 @@ isolates it from their failures.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -32,6 +33,8 @@ Row = Mapping[str, Any]
 FINISH_SECONDS = 30
 """Seconds for W&B to start a run, and to finish uploading before the process ends."""
 
+DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
+"""Of MLflow's, which it reaches through SQLAlchemy."""
 COLUMNS = ("uid", "index", "reward", "rewards", "finish_reason", "prompt", "completion")
 READ_BY = {
     "project": ("wandb", "mlflow", "trackio"),
@@ -227,6 +230,13 @@ class MLflow:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise mlflow rejects a folder
         import mlflow
         from mlflow.entities import Metric, Param
+
+        kind = config.uri.partition("://")[0].partition("+")[0]
+        if kind in DATABASES and importlib.util.find_spec("sqlalchemy") is None:
+            raise UserError(
+                f"track.uri = {config.uri!r}: databases need the whole mlflow, not mlflow-skinny alone: "
+                f"{install_command('mlflow')}, or give a folder or a server"
+            )
 
         self._config, self._metric, self._param = config, Metric, Param
         try:

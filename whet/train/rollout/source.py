@@ -124,8 +124,8 @@ class PromptAccount:
             "dropped": sum(self.dropped.values()),
             "in_flight": self.in_flight + self.pending,
         }
-        values |= {f"dropped/{reason}": number for reason, number in self.dropped.items() if number}
-        return {f"rl/prompts_{name}": float(value) for name, value in values.items()}
+        found = {f"rl/prompts_{name}": float(value) for name, value in values.items()}
+        return found | {f"rl/dropped/{why}": float(count) for why, count in self.dropped.items() if count}
 
     def state(self) -> dict[str, Any]:
         """Return the counts as JSON values, for a checkpoint."""
