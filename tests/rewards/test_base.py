@@ -135,6 +135,48 @@ def test_a_reward_that_mostly_fails_is_wrong_itself(
     assert reward.failures.count == num_bad
 
 
+FOREIGN = """
+def plain(completions, **kwargs):
+    return [1.0] * len(completions)
+
+def both(prompts, completions, **kwargs):
+    return [1.0] * len(completions)
+
+def one(completion):
+    return 1.0
+
+def fits(problem, completion, unit=2, *more, **kwargs):
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "plain",
+            "plain(completions, **kwargs) cannot be called as plain(problem, completion); as TRL's rewards it",
+        ),
+        (
+            "both",
+            "both(prompts, completions, **kwargs) cannot be called as both(problem, completion); as TRL's",
+        ),
+        ("one", "one(completion) cannot be called as one(problem, completion)"),
+    ],
+)
+def test_a_function_that_takes_something_else_is_refused_at_once(
+    name: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(FOREIGN)
+    with pytest.raises(UserError) as caught:
+        own_reward(f"{tmp_path / 'mine.py'}:{name}")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    fits = own_reward(f"{tmp_path / 'mine.py'}:fits")
+    assert fits.many is not None
+    assert fits.many([(PROBLEM, "x")]) == [1.0]
+
+
 class Here:
     """Runs a reward in this process: what it returns is what is judged."""
 

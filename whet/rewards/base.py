@@ -161,7 +161,8 @@ def own_pool(reward: OwnReward) -> GraderPool:
         place = function.rpartition(":")[0]
         if not Path(place).is_file():
             raise UserError(f"reward {reward!r}: no file {place!r}; check --reward")
-    return GraderPool(function, deadline_s=DEADLINE_S, memory_mib=MEMORY_MIB)
+    takes = ("problem", "completion")
+    return GraderPool(function, deadline_s=DEADLINE_S, memory_mib=MEMORY_MIB, parameters=takes)
 
 
 def own_reward(

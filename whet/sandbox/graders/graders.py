@@ -81,10 +81,11 @@ class GraderPool:
             cost about one deadline.
         prepare: A function (spec as above, without arguments) that is called once, before any worker is forked:
             for imports and tables that all workers share.
+        parameters: What the function is called with; empty leaves it unchecked.
 
     Raises:
-        UserError: If a number is out of range; if the function is malformed, missing or fails to import; or if this is
-            itself a worker process and the function is not whet's own.
+        UserError: If a number is out of range; if the function is malformed, missing, fails to import or does not take
+            the parameters; or if this is itself a worker process and the function is not whet's own.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class GraderPool:
         num_workers: int = 0,
         max_workers: int = 32,
         prepare: str = "",
+        parameters: Sequence[str] = (),
     ) -> None:
         num_workers = num_workers or min(num_cores(), max_workers)
         if not 0 < deadline_s < math.inf:
@@ -116,6 +118,7 @@ class GraderPool:
             "spec": spec,
             "parcel": parcel,
             "prepare": _check_spec(prepare) if prepare else "",
+            "parameters": list(parameters),
             "sys_path": [*map(str, sys.path)],
             "argv": [*map(str, sys.argv)],
             "limits": {

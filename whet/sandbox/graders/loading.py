@@ -7,7 +7,7 @@ import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -53,6 +53,38 @@ def load_function(spec: str) -> Callable[..., Any]:
         found = ", ".join(own[:10]) or "no functions"
         raise LoadError(f"grader '{spec}': {target} has no function '{name}'; it has {found}")
     return function
+
+
+def check_parameters(function: Callable[..., Any], names: Sequence[str]) -> None:
+    """Refuse a function that cannot be called with so many arguments.
+
+    Args:
+        function: The function.
+        names: What the arguments are.
+
+    Raises:
+        LoadError: With what it takes.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # one in C may not say
+        return
+    is_of_trl = {"prompts", "completions"} <= signature.parameters.keys()
+    try:
+        signature.bind(*names)
+        if not is_of_trl:
+            return
+    except TypeError:
+        is_of_trl = "completions" in signature.parameters
+    name = getattr(function, "__name__", "the function")
+    called = f"{name}({', '.join(names)})"
+    message = f"{name}{signature} cannot be called as {called}"[:300]
+    if is_of_trl:
+        message += (
+            "; as TRL's rewards it takes lists and returns a list: wrap it, `def one(problem, completion): return "
+            f"{name}(prompts=[problem.prompt], completions=[completion])[0]`, with what else it reads"
+        )
+    raise LoadError(message)
 
 
 def import_file(path: Path) -> ModuleType:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from whet.install import NoPosix
-from whet.sandbox.graders.loading import LoadError, describe, load_function, rebuild
+from whet.sandbox.graders.loading import LoadError, check_parameters, describe, load_function, rebuild
 
 try:
     import resource
@@ -347,6 +347,8 @@ def main(control: socket.socket, settings: Mapping[str, Any]) -> None:
     os.dup2(2, 1)  # a grader's prints must not mix with the trainer's standard output
     try:
         function = rebuild(settings["parcel"]) if settings["parcel"] else load_function(settings["spec"])
+        if settings["parameters"]:
+            check_parameters(function, settings["parameters"])
         if settings["prepare"]:
             load_function(settings["prepare"])()
     except BaseException as error:
