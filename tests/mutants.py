@@ -1671,7 +1671,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             "for flags in (state.counts, state.checked, state.done, state.stopped):",
             "for flags in (state.counts, state.done, state.stopped):",
         ),
-        ("bound", "first = max(0, checked[row] - job.tail)", "first = max(0, checked[row])"),
+        ("bound", "checked[row] - job.tail)", "checked[row])"),
     ],
     ("generate/engine.py", (f"{ENGINE}::test_lengths_end_at_the_limit_and_at_the_context",)): [
         (
@@ -1691,10 +1691,10 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
     ("generate/engine.py", (f"{ENGINE}::test_scores_are_the_trainers_whatever_the_pieces",)): [
         (
             "order",
-            "scored = range(first + 1, min(reading.num_read, length - 1) + 1)",
-            "scored = range(first, min(reading.num_read, length - 1))",
+            "scored = range(first + 1, min(reading.num_read, len(ids) - 1) + 1)",
+            "scored = range(first, min(reading.num_read, len(ids) - 1))",
         ),
-        ("bound", "min(reading.num_read, length - 1) + 1)", "min(reading.num_read, length - 1))"),
+        ("bound", "min(reading.num_read, len(ids) - 1) + 1)", "min(reading.num_read, len(ids) - 1))"),
     ],
     ("generate/engine.py", (f"{ENGINE}::test_an_engine_follows_its_model_to_another_precision",)): [
         ("choice", "or cache.keys.dtype != dtype:", ":"),

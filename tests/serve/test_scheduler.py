@@ -6,7 +6,9 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +21,7 @@ from whet.algo.packing import TrainingSequence, pack
 from whet.generate import engine as engine_module
 from whet.generate.engine import Completion, Engine, Request
 from whet.generate.policy import Policy
-from whet.generate.rows import Job, Rows, Token
+from whet.generate.rows import Ends, Job, Rows, Token
 from whet.generate.sampling import SamplingParams
 from whet.generate.scoring import score_micro_batch
 from whet.model.config import ModelConfig
@@ -28,7 +30,7 @@ from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import build_model
 from whet.schema import SCHEMAS
 from whet.serve import scheduler as scheduler_module
-from whet.serve.scheduler import Ask, BusyError, Event, Scheduler
+from whet.serve.scheduler import Ask, BusyError, Event, Scheduler, Ticket
 from whet.serve.stream import ResponseText, StopText, TokenText, chat_prompt
 from whet.types import UserError
 
@@ -127,6 +129,134 @@ def test_served_tokens_are_the_engines(policy: Policy, scheduler: Scheduler) -> 
         reasons |= {done.finish_reason for done in alone}
         assert all((token.logprob is not None) == (ask.num_top is not None) for token in inbox.tokens[0])
     assert reasons == {"stop", "length"}
+
+
+def alone(policy: Policy, ask: Ask) -> Completion:
+    """What the engine draws without others, and without further ends."""
+    engine = Engine(policy.model, stop_ids=policy.stop_ids)
+    ((done,),) = engine.generate([ask.request], ask.params)
+    return done
+
+
+def served(scheduler: Scheduler, ask: Ask) -> Completion:
+    inbox = Inbox()
+    scheduler.submit([ask], inbox)
+    (end,) = inbox.wait(1).values()
+    assert isinstance(end, Completion)
+    return end
+
+
+@pytest.mark.parametrize("params", [PARAMS[0], PARAMS[3]])
+def test_a_completion_ends_where_its_client_wants(
+    params: SamplingParams, policy: Policy, scheduler: Scheduler
+) -> None:
+    """Past the policy's stop ids, at ids of its own, and at its limit; the tokens are those of any other."""
+    params = replace(params, max_new_tokens=40)
+    asks = [Ask(request=Request(prompt_ids=(65, 66), seeds=(n,)), params=params) for n in range(40)]
+    twin = make_policy()
+    stopped = next(ask for ask in asks if 2 < len(alone(twin, ask).ids) < 30)
+    usual = alone(twin, stopped)
+    assert usual.finish_reason == "stop"
+
+    longer = served(scheduler, replace(stopped, ends=Ends(ignores_stop_ids=True)))
+    assert (len(longer.ids), longer.finish_reason) == (40, "length")
+    assert longer.ids[: len(usual.ids)] == usual.ids
+    assert longer.logprobs[: len(usual.ids)] == usual.logprobs
+    limit = replace(params, max_new_tokens=len(usual.ids))
+    cut = served(scheduler, replace(stopped, params=limit, ends=Ends(ignores_stop_ids=True)))
+    assert (cut.ids, cut.finish_reason) == (usual.ids, "length")
+
+    own = frozenset({longer.ids[-1]})
+    first = longer.ids.index(longer.ids[-1])
+    for ends in (Ends(stop_ids=own, ignores_stop_ids=True), Ends(stop_ids=own | frozenset(policy.stop_ids))):
+        end = served(scheduler, replace(stopped, ends=ends))
+        assert end.finish_reason == "stop"
+        assert end.ids == (longer.ids[: first + 1] if ends.ignores_stop_ids else usual.ids[: first + 1])
+    assert served(scheduler, stopped) == usual
+
+
+def test_nothing_ends_a_completion_before_its_least_length(policy: Policy, scheduler: Scheduler) -> None:
+    """What would end it is not drawn: the likeliest of the others is; the scores that are shown are the model's."""
+    prompt, twin = (65, 66, 67), make_policy()
+    ask = long_ask(length=30)
+    ask = replace(ask, request=replace(ask.request, prompt_ids=prompt), num_top=1)
+    usual = alone(twin, ask).ids
+    barred = frozenset(usual[1:4])
+    inbox = Inbox()
+    scheduler.submit([replace(ask, ends=Ends(stop_ids=barred, min_new_tokens=8))], inbox)
+    (end,) = inbox.wait(1).values()
+    assert isinstance(end, Completion)
+    with torch.no_grad():
+        logits = twin.model.logits(torch.tensor([[*prompt, *end.ids]]))[0, len(prompt) - 1 : -1].double()
+    scores = torch.log_softmax(logits, -1)
+    for place, token in enumerate(inbox.tokens[0]):
+        assert token.logprob == pytest.approx(float(scores[place, token.id]), abs=1e-4)
+        if place < 8:
+            logits[place, [*barred, *twin.stop_ids]] = float("-inf")
+        assert token.id == int(logits[place].argmax())
+    assert len(end.ids) >= 9
+    assert end.finish_reason == "length" or end.ids[-1] in barred | frozenset(twin.stop_ids)
+
+
+def test_a_stop_string_is_looked_for_behind_the_least_length(scheduler: Scheduler) -> None:
+    request = Request(prompt_ids=(65,), seeds=tuple(range(20)))
+    ends = Ends(ignores_stop_ids=True, min_new_tokens=10)
+    ask = Ask(request=request, params=SamplingParams(max_new_tokens=60), ends=ends)
+    inbox = Inbox()
+    scheduler.submit([ask], inbox)
+    found = {seed: end.ids for seed, end in inbox.wait(20).items() if isinstance(end, Completion)}
+    seed, stop, place = next(
+        (seed, chr(index), place)
+        for seed, ids in found.items()
+        for place, index in enumerate(ids)
+        if place >= 10 and 32 < index < 127 and index in ids[:10] and index not in ids[10:place]
+    )
+    end = served(scheduler, replace(ask, request=replace(request, seeds=(seed,)), stop_strings=(stop,)))
+    assert (end.ids, end.finish_reason) == (found[seed][: place + 1], "stop")
+
+
+@pytest.mark.parametrize("length", [1, 7, 100])
+def test_a_prompt_that_is_scored_is_read_once(
+    length: int, policy: Policy, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Harnesses ask for the prompt's likelihood and one token more."""
+    twin, prompt = make_policy(), tuple((7 * n) % 256 for n in range(length))
+    params = SamplingParams(max_new_tokens=5)
+    ask = Ask(request=Request(prompt_ids=prompt, seeds=(1, 2)), params=params, num_top=2)
+    ((first, second),) = twin.engine().generate([ask.request], params)
+    (expected,) = scheduler.score([prompt], 2).result(60)
+    tokens: list[int] = []
+    read = Engine.read
+    monkeypatch.setattr(
+        Engine, "read", lambda self, text: (tokens.append(len(text.ids)), read(self, text))[1]
+    )
+    monkeypatch.setattr(Engine, "admit", lambda *_: pytest.fail("read once more"))
+    scores: Future[list[Token]] = Future()
+    inbox = Inbox()
+    scheduler.submit([replace(ask, scores=scores)], inbox)
+    assert scores.result(60) == expected
+    assert inbox.wait(2) == {0: first, 1: second}
+    assert tokens == [length]
+
+
+def test_who_waits_for_scores_is_told_of_failures(
+    policy: Policy, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores: Future[list[Token]] = Future()
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "read", lambda *_: 1 / 0)
+        scheduler.submit([replace(long_ask(), scores=scores)], Inbox())
+        assert isinstance(scores.exception(60), ZeroDivisionError)
+    late: Future[list[Token]] = Future()
+    hold = threading.Event()
+    monkeypatch.setattr(Engine, "read", lambda *_: hold.wait(60) and 1 / 0)
+    scheduler.submit([replace(long_ask(), scores=Future())], Inbox())
+    scheduler.submit([replace(long_ask(), scores=late)], Inbox())
+    closing = threading.Thread(target=scheduler.close)
+    closing.start()
+    hold.set()
+    closing.join(60)
+    assert late.exception(60) is not None
 
 
 def test_noted_logprobs_are_the_models_own(policy: Policy, scheduler: Scheduler) -> None:
@@ -310,6 +440,51 @@ def test_every_second_step_decodes_and_no_step_reads_more_than_a_piece(
     assert all(later - before > 1 for before, later in pairwise(reads))
     assert max(count for name, _, count in steps if name != "decode") <= 32
     scheduler.close()
+    assert [[end]] == engine_of(policy).generate([ask.request], ask.params)
+
+
+@pytest.mark.parametrize(
+    "crowd", ["250 requests at once", "32 streams that are cancelled", "12 scored prompts"]
+)
+def test_a_stream_goes_on_beside_a_crowd(crowd: str, steps: list[tuple[str, int, int]]) -> None:
+    """At every second step at least it gets a token, counted in steps: how long one takes is the machine's."""
+    policy, ask = make_policy(max_rows=4), long_ask(length=100)
+    marks: list[int] = []
+    inbox, others = Inbox(), Inbox()
+    with Scheduler(policy, context=128, max_waiting=300) as scheduler:
+        tickets: dict[int, Ticket] = {}
+
+        def other(number: int, leaves: bool, index: int, event: Event) -> None:
+            others(index, event)
+            if leaves:
+                tickets[number].cancel()
+
+        def come(count: int, new_tokens: int, *, leave: bool = False, score: bool = False) -> None:
+            for n in range(count):
+                request = Request(prompt_ids=(65 + n % 50,) * (1 + 7 * n % 100), seeds=(n,))
+                params = SamplingParams(max_new_tokens=new_tokens)
+                asked = Ask(request=request, params=params, scores=Future() if score else None)
+                tickets[n] = scheduler.submit([asked], partial(other, n, leave))
+
+        def sink(index: int, event: Event) -> None:
+            marks.append(len(steps))
+            inbox(index, event)
+            if (
+                len(marks) == 5
+            ):  # in the scheduler's own thread: while the stream is there, whatever the clock says
+                if crowd.startswith("250"):
+                    come(250, 2)
+                elif crowd.startswith("32"):
+                    come(32, 100, leave=True)
+                else:
+                    come(12, 1, score=True)
+
+        scheduler.submit([ask], sink)
+        (end,) = inbox.wait(1).values()
+    between = steps[marks[4] : marks[-1]]
+    assert sum(name != "decode" for name, _, _ in between) > 8
+    assert max(later - before for before, later in pairwise(marks)) <= 2
+    assert not others.events.empty()
     assert [[end]] == engine_of(policy).generate([ask.request], ask.params)
 
 

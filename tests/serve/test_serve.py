@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -29,6 +29,7 @@ from report.chromium import Tab, launch
 from seeing import png, save_model, uri
 from tokenizers import decoders, models, normalizers
 
+import whet
 from whet.algo.packing import TrainingSequence, pack
 from whet.eval.chess.games import Player
 from whet.generate.engine import Request
@@ -632,6 +633,71 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"top_logprobs": 3}, 400, "top_logprobs needs logprobs = true"),
     (CHAT, {"frequency_penalty": 0.5}, 400, "frequency_penalty is not supported by this server"),
     (CHAT, {"tools": [{"type": "function"}]}, 400, "tools is not supported"),
+    (CHAT, {"tool_choice": "required"}, 400, "tool_choice is not supported by this server: leave it out"),
+    (CHAT, {"parallel_tool_calls": False}, 400, "parallel_tool_calls is not supported"),
+    (CHAT, {"repetition_penalty": 1.1}, 400, "repetition_penalty is not supported"),
+    (CHAT, {"spaces_between_special_tokens": False}, 400, "spaces_between_special_tokens is not supported"),
+    (CHAT, {"add_generation_prompt": False}, 400, "add_generation_prompt is not supported"),
+    (CHAT, {"continue_final_message": True}, 400, "continue_final_message is not supported"),
+    (TEXT, {"add_special_tokens": False}, 400, "add_special_tokens is not supported"),
+    (CHAT, {"verbosity": "low"}, 400, "verbosity is not supported"),
+    (CHAT, {"reasoning_effort": "high"}, 400, "reasoning_effort: the model's chat template does not read it"),
+    (
+        CHAT,
+        {"chat_template_kwargs": {"a": True}},
+        400,
+        "chat_template_kwargs.a: the model's chat template does not",
+    ),
+    (
+        CHAT,
+        {"stream_options": {"chunks": 2}},
+        400,
+        "Unrecognized request argument supplied: stream_options.chunks",
+    ),
+    (CHAT, {"min_tokens": 3}, 400, "min_tokens: expected at most max_tokens = 2, got 3"),
+    (CHAT, {"min_tokens": -1}, 400, "min_tokens: expected greater than or equal to 0, got -1"),
+    (CHAT, {"stop_token_ids": [99999]}, 400, "stop_token_ids: expected ids below 262, got 99999"),
+    (CHAT, {"ignore_eos": "yes"}, 400, 'ignore_eos: expected a valid boolean, got "yes"'),
+    (
+        TEXT,
+        {"min_tokens": 1, "return_token_ids": True},
+        400,
+        "return_token_ids is not supported with min_tokens",
+    ),
+    (
+        TEXT,
+        {"stop_token_ids": [7], "return_token_ids": True},
+        400,
+        "stop_token_ids: this server ends completions at [256, 261], got [7]: both must have the same schema",
+    ),
+    *(
+        (
+            CHAT,
+            {"messages": [{"role": "assistant", "content": "x", **extra}, *GOOD_CHAT["messages"]]},
+            400,
+            words,
+        )
+        for extra, words in (
+            ({"name": "Ann"}, "messages[0].name: the model's chat template does not read it: leave it out"),
+            (
+                {"reasoning_content": "so"},
+                "messages[0].reasoning_content: the model's chat template does not read",
+            ),
+            ({"prefix": True}, "messages[0].prefix is not supported by this server: leave it out"),
+            ({"cache_control": {"type": "ephemeral"}}, "messages[0].cache_control is not supported"),
+            (
+                {"content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
+                "messages[0].content[0].cache_control is not supported",
+            ),
+            ({"name": 5}, "messages[0].name: expected a valid string, got 5"),
+        )
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": None}]},
+        400,
+        "messages[0].content: expected a valid string",
+    ),
     (
         CHAT,
         {
@@ -686,6 +752,246 @@ def test_mistakes_are_told_in_one_line(
     assert message in error["message"]
     assert "\n" not in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
+
+
+NOTHING: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"tool_choice": "auto"}),
+    (
+        CHAT,
+        {
+            "tool_choice": "none",
+            "tools": [],
+            "parallel_tool_calls": True,
+            "response_format": {"type": "text"},
+        },
+    ),
+    (CHAT, {"repetition_penalty": 1.0, "length_penalty": 1.0, "presence_penalty": 0, "logit_bias": {}}),
+    (CHAT, {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False}),
+    (CHAT, {"chat_template_kwargs": {}, "documents": None, "verbosity": "medium"}),
+    (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),  # the template has no such switch
+    (CHAT, {"skip_special_tokens": True, "spaces_between_special_tokens": True}),
+    (CHAT, {"stop_token_ids": [], "ignore_eos": False, "min_tokens": 0, "include_stop_str_in_output": False}),
+    (CHAT, {"stream_options": {"include_usage": True, "include_obfuscation": False}}),
+    (TEXT, {"add_special_tokens": True, "use_beam_search": False, "best_of": 1, "suffix": ""}),
+    (
+        CHAT,
+        {
+            "messages": [
+                {"role": "user", "content": "hi", "name": None},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": None,
+                    "refusal": None,
+                    "annotations": [],
+                },
+                {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": None}]},
+            ]
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "changes"), NOTHING)
+def test_what_asks_for_nothing_changes_nothing(server: Running, path: str, changes: dict[str, Any]) -> None:
+    body = (GOOD_CHAT if path == CHAT else GOOD_TEXT) | {"seed": 3, "max_tokens": 8}
+    plain = [
+        {"role": m["role"], "content": "hi" if m["role"] == "user" else ""}
+        for m in changes.get("messages", [])
+    ]
+    usual = server.post(path, body | ({"messages": plain} if plain else {})).json()
+    got = server.post(path, body | changes).json()
+    assert got.get("choices") == usual["choices"], got
+
+
+def chunks_of(reply: httpx.Response) -> list[dict[str, Any]]:
+    assert reply.status_code == 200, reply.text
+    return [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+
+
+def test_guidellms_requests_are_answered_with_as_many_tokens_as_they_ask_for(
+    server: Running, twin: Policy
+) -> None:
+    """The bodies of guidellm 0.7's benchmarks; its table is made of the token counts."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for length in (1, 5, 70):
+        body = {"model": NAME, "prompt": "Once", "stream": True, "stream_options": options, "stop": None}
+        chunks = chunks_of(server.post(TEXT, body | {"max_tokens": length, "ignore_eos": True}))
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert chunks[-1]["usage"] == {
+            "prompt_tokens": 4, "completion_tokens": length, "total_tokens": 4 + length
+        }  # fmt: skip
+        assert [row["finish_reason"] for chunk in chunks for row in chunk["choices"]][-1] == "length"
+        said = [{"role": "user", "content": [{"type": "text", "text": "Once"}]}]
+        body = {"model": NAME, "messages": said, "stream": True, "stream_options": options, "stop": None}
+        chunks = chunks_of(server.post(CHAT, body | {"max_completion_tokens": length, "ignore_eos": True}))
+        usage = chunks[-1]["usage"]
+        assert usage["completion_tokens"] == length
+        assert usage["prompt_tokens"] == len(chat_prompt(twin, [{"role": "user", "content": "Once"}]))
+
+
+def test_ends_and_special_tokens_as_vllm_has_them(server: Running, twin: Policy) -> None:
+    body = GOOD_TEXT | {"seed": 5, "max_tokens": 60, "ignore_eos": True, "return_token_ids": True}
+    row = server.post(TEXT, body).json()["choices"][0]
+    ids, policy = row["token_ids"], twin
+    assert len(ids) == 60
+    silent = {*policy.stop_ids} - {policy.tokenizer.encode(tag)[0] for tag in policy.schema.tags}
+    at = next(n for n, index in enumerate(ids) if n > 5 and 32 < index < 127)
+    more = {"stop_token_ids": [ids[at]], "return_token_ids": False}
+    cut = server.post(TEXT, body | more).json()
+    first = ids.index(ids[at])
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    said = [index for index in ids[:first] if index not in silent]  # without the token that ended it
+    assert cut["choices"][0]["text"] == policy.tokenizer.decode(said)
+    assert cut["usage"]["completion_tokens"] == first + 1
+    least = server.post(TEXT, body | more | {"min_tokens": 30}).json()
+    assert least["usage"]["completion_tokens"] >= 31
+    assert row["text"] == policy.tokenizer.decode([index for index in ids if index not in silent])
+    special = policy.tokenizer.special_ids - {policy.tokenizer.encode(tag)[0] for tag in policy.schema.tags}
+    skipped = server.post(TEXT, body | {"skip_special_tokens": True}).json()["choices"][0]["text"]
+    assert skipped == policy.tokenizer.decode([index for index in ids if index not in special])
+
+
+THINKING = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.name %}{{ m.name }}: {% endif %}"
+    "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}\n"
+    "{% endfor %}{% if reasoning_effort is defined %}[{{ reasoning_effort }}]{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
+    "{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinking() -> Iterator[Running]:
+    """A model whose template reads what clients say beside the words, and can leave thinking out."""
+    policy = make_policy()
+    schema = replace(SCHEMAS["none"], think_open="<think>", think_close="</think>", opening_in_prompt=True)
+    yield from run_server(Policy(policy.model, policy.tokenizer.with_template(THINKING), schema, max_rows=8))
+
+
+def test_what_the_template_reads_reaches_it(thinking: Running) -> None:
+    asked = [
+        {"role": "user", "content": "hi", "name": "Ann<think>"},
+        {"role": "assistant", "content": "yes", "reasoning_content": "so"},
+        {"role": "user", "content": "why"},
+    ]
+    values = {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}
+    found = thinking.post(
+        "/tokenize", {"messages": asked, "chat_template_kwargs": {"enable_thinking": False}}
+    ).json()
+    text = "<|user|>Ann<think>: hi\n<|assistant|>yes\n<|user|>why\n"
+    tokenizer = thinking.policy.tokenizer
+    assert tokenizer.decode(found["tokens"]) == f"{text}<|assistant|><think>\n\n</think>\n\n"
+    assert found["tokens"].count(tokenizer.encode("<think>")[0]) == 1  # a name's is text
+    body = {"model": NAME, "messages": asked, "seed": 1, "max_tokens": 40, "ignore_eos": True}
+    quiet = thinking.post(CHAT, body | values).json()
+    assert quiet["usage"]["prompt_tokens"] == found["count"] + len("[high]")
+    for given, expected in (({}, ("x", "")), ({"enable_thinking": False}, ("", "x"))):
+        asks = replace(parse_chat({"messages": [{"role": "user", "content": "?"}]}, 9), template_values=given)
+        choice = serve_reply.Choice(thinking.policy, (65,), asks, splits=True)
+        delta = choice.push(Token(ord("x")))
+        assert (delta.thinking, delta.text) == expected
+    for more, message in (
+        (
+            {"chat_template_kwargs": {"mood": "gay"}},
+            "chat_template_kwargs.mood: the model's chat template does not",
+        ),
+        ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs.messages: the model's"),
+        ({"chat_template_kwargs": {"enable_thinking": [1]}}, "chat_template_kwargs.enable_thinking"),
+    ):
+        refused = thinking.post(CHAT, body | more)
+        assert refused.status_code == 400
+        assert message in refused.json()["error"]["message"]
+
+
+def test_texts_and_conversations_are_tokenised_as_they_are_asked(server: Running, twin: Policy) -> None:
+    text = server.post("/tokenize", {"model": NAME, "prompt": "aé<think>", "return_token_strs": True}).json()
+    assert text == {
+        "count": 4, "max_model_len": 1024, "tokens": twin.tokenizer.encode("aé<think>"),
+        "token_strs": ["a", "\ufffd", "\ufffd", "<think>"],
+    }  # fmt: skip
+    chat = server.post("/tokenize", {"messages": messages("1+1=")}).json()
+    assert chat["tokens"] == list(chat_prompt(twin, messages("1+1=")))
+    assert server.post("/detokenize", {"tokens": text["tokens"]}).json() == {"prompt": "aé<think>"}
+    for path, body in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": messages("b")}),
+        ("/tokenize", {"prompt": 5}),
+        ("/tokenize", {"prompt": "a", "model": "x"}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": "abc"}),
+        ("/detokenize", {}),
+    ):
+        assert server.post(path, body).status_code in (400, 404)
+
+
+def test_the_server_tells_what_it_is_and_what_it_did(server: Running) -> None:
+    assert HTTP.get(f"{server.url}/version").json() == {"version": whet.__version__}
+
+    def counts() -> dict[str, float]:
+        reply = HTTP.get(f"{server.url}/metrics")
+        assert reply.headers["content-type"].startswith("text/plain")
+        rows = [line.split() for line in reply.text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in rows}
+
+    server.await_idle()
+    before = counts()
+    usage = server.post(TEXT, GOOD_TEXT | {"max_tokens": 7, "ignore_eos": True}).json()["usage"]
+    server.await_idle()
+    after = counts()
+    grown = {name: after[name] - before[name] for name in after}
+    assert grown["whet_prompt_tokens_total"] == usage["prompt_tokens"]
+    assert grown["whet_completion_tokens_total"] == usage["completion_tokens"] == 7
+    assert grown["whet_completions_pending"] == 0
+
+
+def test_a_page_of_another_origin_is_answered_if_it_is_allowed() -> None:
+    page, asks = "http://localhost:3000", {"access-control-request-method": "POST"}
+    idle = cast(Scheduler, None)
+    allowing = "access-control-allow-origin"
+
+    async def ask(origins: list[str]) -> None:
+        api = serve_api.Api(make_policy(), idle, name=NAME, split_thinking=True)
+        guard = serve_api.make_app(api, api_key="k", hosts=frozenset(), origins=origins)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://x") as client:
+            headers = {"origin": page, **asks, "access-control-request-headers": "authorization,content-type"}
+            preflight = await client.options(TEXT, headers=headers)
+            assert preflight.status_code == (200 if origins else 401)
+            assert (allowing in preflight.headers) is bool(origins)
+            other = await client.options(TEXT, headers=headers | {"origin": "https://evil.example"})
+            assert (allowing in other.headers) is ("*" in origins)
+            # It opens nothing: without the key there is no other answer.
+            assert (
+                await client.post(TEXT, json=GOOD_TEXT, headers={"origin": page, **asks})
+            ).status_code == 401
+            assert (await client.get("/version", headers={"origin": page, **asks})).status_code == 401
+            told = await client.get("/version", headers={"origin": page, "authorization": "Bearer k"})
+            assert told.status_code == 200
+            assert (told.headers.get(allowing) in (page, "*")) is bool(origins)
+
+    for origins in ([], [page], ["*"]):
+        asyncio.run(ask(origins))
+
+
+def test_options_of_whets_do_not_reach_clients(server: Running) -> None:
+    shown = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
+    told = server.post(CHAT, GOOD_CHAT | {"messages": [{"role": "user", "content": shown}]}).json()["error"][
+        "message"
+    ]
+    assert "the model reads text alone" in told
+    assert "--" not in told
+    for text, left in (
+        (
+            "image x: no public address; to read from there: --task.image-urls any",
+            "image x: no public address",
+        ),
+        ("x is wrong: allow it with --task.y z, or give the file", "x is wrong"),
+        ("x is wrong (--policy.template plain)", "x is wrong"),
+        ("a -- b: expected c", "a -- b: expected c"),
+    ):
+        assert str(serve_reply.refusal(UserError(text))) == left
 
 
 def test_bodies_that_are_no_requests(server: Running) -> None:

@@ -30,6 +30,7 @@ from whet.generate.rows import (
     Rows,
     Token,
     are_plain,
+    barred,
     has_stop,
     note,
     noted,
@@ -525,12 +526,16 @@ class Engine:
             where, valid = row_state(state, rows.start, self._stop_ids), self.model.num_valid_tokens
             cpu_head.draw(logits_BV, where, num_valid=valid, temperature=params.temperature)
             return
+        is_served = any(job.num_top is not None or job.ends is not None for job in jobs)
+        drawn_BV = barred(logits_BV, jobs, state.counts[rows], self._stop_ids) if is_served else logits_BV
         tokens, logprobs = state.draw(
-            rows, logits_BV, has_noise=not dispatch.runs_cpp(logits_BV), undrawn=undrawn
+            rows, drawn_BV, has_noise=not dispatch.runs_cpp(logits_BV), undrawn=undrawn
         )
-        if any(job.num_top is not None for job in jobs):
+        if is_served:
             note(logits_BV, tokens, jobs)
         state.take(rows, tokens, logprobs, self._stop_ids)
+        if is_served:
+            state.end_as_asked(rows)
 
     @spanned("decode")
     def decode(self, state: Rows) -> None:
@@ -584,13 +589,13 @@ class Engine:
             if checked[row] == counts[row] or not job.stop_strings:
                 continue
             # A stop string may have begun in tokens that were looked at before.
-            first = max(0, checked[row] - job.tail)
+            first = max(job.ends.min_new_tokens if job.ends else 0, checked[row] - job.tail)
             window = state.tokens[row, first : counts[row]].tolist()
             state.checked[row] = counts[row]
             if not has_stop(window, job.stop_strings, self._decode):
                 continue
             # The shortest text that has it: what came after it is cut, however late the search is.
-            fresh = range(checked[row] - first + 1, len(window) + 1)
+            fresh = range(max(0, checked[row] - first) + 1, len(window) + 1)
             length = next((n for n in fresh if has_stop(window[:n], job.stop_strings, self._decode)), None)
             if length is not None:
                 state.counts[row] = state.checked[row] = first + length
@@ -639,16 +644,20 @@ class Engine:
 
         The first token has no score, since nothing stands before it.
         """
-        reading, length = self.begin(prompt_ids, adapter), len(prompt_ids)
+        reading = self.begin(prompt_ids, adapter)
         while not reading.is_read:
-            first = reading.num_read
-            hidden_ND = self.read(reading)
-            scored = range(first + 1, min(reading.num_read, length - 1) + 1)
-            targets = torch.tensor([prompt_ids[place] for place in scored], device=self.device)
-            tokens = [] if first else [Token(prompt_ids[0])]
-            if len(targets):
-                tokens += noted(self._logits(hidden_ND[: len(targets)]), targets, num_top)
-            yield tokens
+            yield self.score_piece(reading, num_top)
+
+    def score_piece(self, reading: Reading, num_top: int) -> list[Token]:
+        """Read the next piece of a text, and score the text's own tokens that it foretells."""
+        first, ids = reading.num_read, reading.ids
+        hidden_ND = self.read(reading)
+        scored = range(first + 1, min(reading.num_read, len(ids) - 1) + 1)
+        targets = torch.tensor([ids[place] for place in scored], device=self.device)
+        tokens = [] if first else [Token(ids[0])]
+        if len(targets):
+            tokens += noted(self._logits(hidden_ND[: len(targets)]), targets, num_top)
+        return tokens
 
 
 def _completions(jobs: Sequence[Job]) -> list[Completion]:

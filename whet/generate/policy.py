@@ -377,6 +377,12 @@ class Policy:
         is_closed = bool(prefix) and self.tokenizer.ending(values).rstrip().endswith(closing)
         return "" if is_closed else prefix
 
+    def response_schema(self, **values: Any) -> ResponseSchema:
+        """Return how responses to `chat_text` are read: further values may have it open the thinking, or close it."""
+        opened = self.schema.think_open
+        ends_open = bool(opened) and self.tokenizer.ending(values).rstrip().endswith(opened)
+        return replace(self.schema, opening_in_prompt=ends_open or bool(self._prefix(values)))
+
     def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
         """Return a problem's prompt tokens, including the schema's opening tag if it is in the prompt.
 

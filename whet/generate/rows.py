@@ -93,6 +93,21 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ends:
+    """What ends one completion, where it is not what ends all of an engine's.
+
+    Attributes:
+        stop_ids: Further ids that end it.
+        ignores_stop_ids: Whether the engine's stop ids are ids like any others.
+        min_new_tokens: No stop id is drawn before it has as many tokens, and no stop string is looked for in them.
+    """
+
+    stop_ids: frozenset[int] = frozenset()
+    ignores_stop_ids: bool = False
+    min_new_tokens: int = 0
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class Job:
     """One completion to generate.
@@ -102,6 +117,7 @@ class Job:
         seed: Seed of its noise.
         params: Sampling settings.
         stop_strings: Texts that stop it.
+        ends: What else ends it, or does not; None for the engine's stop ids alone.
         num_top: Record the model's own log-probabilities, with this many alternatives; None records none.
         notes: The recorded tokens.
         kept: What the filters left to draw each token from, if a trainer needs it; None records nothing.
@@ -116,6 +132,7 @@ class Job:
     seed: int
     params: SamplingParams
     stop_strings: tuple[str, ...] = ()
+    ends: Ends | None = None
     num_top: int | None = None
     notes: list[Token] = field(default_factory=list)
     kept: list[str] | None = None
@@ -221,6 +238,18 @@ class Rows:
             done |= stopped
         done |= counts >= self.limits[rows]
 
+    def end_as_asked(self, rows: slice) -> None:
+        """End rows at their own stop ids, and let those go on that ignore the engine's; none had ended before."""
+        fresh, counts = self.last[rows].tolist(), self.counts[rows].tolist()
+        limits, stopped = self.limits[rows].tolist(), self.stopped[rows].tolist()
+        for place, job in enumerate(self.jobs[rows]):
+            if job.ends is None:
+                continue
+            is_own = fresh[place] in job.ends.stop_ids
+            if is_own or (stopped[place] and job.ends.ignores_stop_ids):
+                self.stopped[rows.start + place] = is_own
+                self.done[rows.start + place] = is_own or counts[place] >= limits[place]
+
     def draw_noise(self, rows: slice, longest: int) -> None:
         """Compute the uniforms of all tokens that new rows may sample: per step it would be two dozen calls."""
         index = torch.arange(longest, device=self.seeds.device)
@@ -293,9 +322,31 @@ def has_stop(
 
 
 def are_plain(jobs: Sequence[Job]) -> bool:
-    """Say whether all jobs have the same settings without filters, and record nothing."""
+    """Say whether all jobs have the same settings without filters, record nothing, and end like all others."""
     params = jobs[0].params
-    return not params.is_filtered and all(job.params is params and job.num_top is None for job in jobs)
+    return not params.is_filtered and all(
+        job.params is params and job.num_top is None and job.ends is None for job in jobs
+    )
+
+
+def barred(
+    logits_BV: torch.Tensor, jobs: Sequence[Job], counts_B: torch.Tensor, stop_ids: torch.Tensor
+) -> torch.Tensor:
+    """Return the logits with -inf for what would end a job before its least length; the argument if there is none.
+
+    Args:
+        logits_BV: Logits of the jobs' next tokens.
+        jobs: The jobs.
+        counts_B: Tokens that each has.
+        stop_ids: Ids that end all jobs.
+    """
+    drawn = zip(jobs, counts_B.tolist(), strict=True)
+    short = {row: job.ends for row, (job, n) in enumerate(drawn) if job.ends and n < job.ends.min_new_tokens}
+    if short:
+        logits_BV = logits_BV.clone()
+    for row, ends in short.items():
+        logits_BV[row, [*stop_ids.tolist(), *ends.stop_ids]] = float("-inf")
+    return logits_BV
 
 
 def by_params(jobs: Sequence[Job]) -> Iterable[tuple[SamplingParams, list[int] | None]]:
@@ -325,6 +376,8 @@ def _filtered(
 def note(logits_BV: torch.Tensor, tokens_B: torch.Tensor, jobs: Sequence[Job]) -> None:
     """Append the model's own score of the newest token to the jobs that record it."""
     rows = [row for row, job in enumerate(jobs) if job.num_top is not None]
+    if not rows:
+        return
     most = max(jobs[row].num_top or 0 for row in rows)
     for row, token in zip(rows, noted(logits_BV[rows], tokens_B[rows], most), strict=True):
         jobs[row].notes.append(replace(token, top=token.top[: jobs[row].num_top]))

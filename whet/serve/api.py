@@ -11,16 +11,19 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from whet import __version__
 from whet.generate import rows
 from whet.generate.policy import Policy
 from whet.model.lora.adapter import Adapter
@@ -40,13 +43,16 @@ from whet.serve.openai import (
     Leaving,
     Receiving,
     Reply,
+    check_read,
     choice_seeds,
     echo_of,
     merged,
     parse_chat,
+    parse_detokenize,
     parse_group,
     parse_json,
     parse_text,
+    parse_tokenize,
     refusal,
     text_of,
     usage_of,
@@ -131,7 +137,7 @@ class Api:
         adapters = () if policy.several is None else policy.several.names
         if name in adapters:
             raise UserError(f"name = {name!r}: an adapter has that name; give the base another with --name")
-        self._adapters = {name: "", **{adapter: adapter for adapter in adapters}}
+        self._base, self._adapters = name, {name: "", **{adapter: adapter for adapter in adapters}}
         self._splits = split_thinking
         self._groups: dict[str, WeightGroup] = {}
         self._image_root = image_root
@@ -170,6 +176,53 @@ class Api:
         """Describe one of them."""
         return JSONResponse(self._card(self._check_model(request.path_params["name"])))
 
+    async def version(self, _: Request) -> Response:
+        """Name the program, as vLLM does."""
+        return JSONResponse({"version": __version__})
+
+    async def metrics(self, _: Request) -> Response:
+        """Return what has been done, in Prometheus' text format."""
+        stats = self._scheduler.stats
+        rows = (
+            (
+                "completions_pending",
+                "gauge",
+                "Completions and texts that run or wait",
+                self._scheduler.num_pending,
+            ),
+            ("prompt_tokens_total", "counter", "Tokens of prompts that were continued", stats.prompt_tokens),
+            ("completion_tokens_total", "counter", "Tokens of completions that have ended", stats.new_tokens),
+            ("decode_steps_total", "counter", "Steps that drew one token for each row", stats.decode_steps),
+        )
+        lines = [
+            f"# HELP whet_{name} {told}.\n# TYPE whet_{name} {kind}\nwhet_{name} {value}\n"
+            for name, kind, told, value in rows
+        ]
+        return Response("".join(lines), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def tokenize(self, request: Request) -> Response:
+        """Return the tokens of a text or of a conversation, as vLLM does."""
+        body = await _receive(request)
+        return JSONResponse(await asyncio.get_running_loop().run_in_executor(None, self._tokenize, body))
+
+    def _tokenize(self, body: bytes) -> dict[str, Any]:
+        fields = parse_json(body)
+        policy = self._policy.named(self._adapters[self._check_model(fields.pop("model", self._base))])
+        asked, spells = parse_tokenize(fields)
+        asked = replace(asked, template_values=check_read(policy, asked))
+        (prompt,) = asked.prompts or (asked.messages,)
+        ids = self._encode(policy, prompt, 0, asked)
+        texts = [policy.tokenizer.token_text(index) for index in ids] if spells else None
+        told = {"count": len(ids), "max_model_len": self._scheduler.context, "tokens": list(ids)}
+        return told | {"token_strs": texts}
+
+    async def detokenize(self, request: Request) -> Response:
+        """Return the text of tokens, as vLLM does."""
+        fields = await _read(request)
+        policy = self._policy.named(self._adapters[self._check_model(fields.pop("model", self._base))])
+        ids = parse_detokenize(fields)
+        return JSONResponse({"prompt": await asyncio.to_thread(policy.tokenizer.decode, ids)})
+
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
         return await self._answer(request, await _receive(request, self._max_bytes), is_chat=True)
@@ -181,7 +234,7 @@ class Api:
     async def update_weights(self, request: Request) -> Response:
         """Replace the weights, or the adapter beside them, by those of a folder; completions under way keep the old."""
         if not self._updates:
-            raise ApiError(403, "this server keeps its weights: start it with --weight-updates")
+            raise ApiError(403, "this server keeps its weights: clients cannot replace them")
         body = await _read(request)
         folder = body.get("model_path")
         if not isinstance(folder, str) or set(body) - {"model_path"}:
@@ -189,7 +242,10 @@ class Api:
                 400, "expected model_path, a folder of this machine, and nothing else", param="model_path"
             )
         began = time.monotonic()
-        change = await asyncio.to_thread(read_update, self._policy, folder)
+        try:
+            change = await asyncio.to_thread(read_update, self._policy, folder)
+        except UserError as error:  # a trainer of whet's is told of whet's options
+            raise ApiError(400, str(error)) from None
         await asyncio.wrap_future(self._scheduler.update(change))
         what = "an adapter" if isinstance(change, Adapter) else f"{len(change)} tensors"
         return JSONResponse({"success": True, "message": f"{what} in {time.monotonic() - began:.2f} s"})
@@ -236,14 +292,13 @@ class Api:
     async def _group_request(self, request: Request, kind: type[G]) -> G:
         """Read a request about a group."""
         if not self._updates:
-            raise ApiError(403, "this server keeps its weights: start it with --weight-updates")
+            raise ApiError(403, "this server keeps its weights: clients cannot replace them")
         return parse_group(kind, await _read(request))
 
     def _card(self, model: str) -> dict[str, Any]:
         card = {"id": model, "object": "model", "created": 0, "owned_by": "whet"}
         card |= {"max_model_len": self._scheduler.context}
-        base = next(iter(self._adapters))
-        return card | ({"parent": base} if model != base else {})  # as vLLM has it of adapters
+        return card | ({"parent": self._base} if model != self._base else {})  # as vLLM has it of adapters
 
     def _check_model(self, name: object) -> str:
         here = ", ".join(map(repr, self._adapters))
@@ -259,7 +314,14 @@ class Api:
         return name
 
     def _encode(self, policy: Policy, prompt: Any, index: int, asked: Asked) -> tuple[int, ...]:
-        """Return the tokens of a conversation, a text or token ids; refuse what cannot be served."""
+        """Return the tokens of a conversation, a text or token ids; refuse what cannot be served.
+
+        Args:
+            policy: Whose tokens.
+            prompt: The conversation, text or ids.
+            index: Its place among the prompts.
+            asked: The request; its template's values are checked.
+        """
         tokenizer = policy.tokenizer
         # Before it is tokenised, which takes a second for each megabyte, or many where a text has no spaces.
         texts: list[Any] = [text_of(message) for message in asked.messages] or [prompt]
@@ -272,7 +334,7 @@ class Api:
                 code="context_length_exceeded",
             )
         if asked.messages:
-            ids = self._encode_chat(policy, prompt)
+            ids = self._encode_chat(policy, prompt, asked.template_values)
         elif isinstance(prompt, str):
             bos = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
             ids = tokenizer.encode(prompt)
@@ -288,15 +350,18 @@ class Api:
             raise
         return ids
 
-    def _encode_chat(self, policy: Policy, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def _encode_chat(
+        self, policy: Policy, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]
+    ) -> tuple[int, ...]:
         """Return the tokens of a conversation; its images are read here, and counted as shown (`_hide`)."""
         sources = images_in(messages)
         images = policy.model.images
         if not sources or images is None:
-            return chat_prompt(policy, messages)  # says that a model without images reads text alone
+            # A model without images says that it reads text alone.
+            return chat_prompt(policy, messages, **values)
         files = {source: self._permitted(source) for source in sources}
         with self._showing:
-            ids = chat_prompt(policy, _with_sources(messages, files))
+            ids = chat_prompt(policy, _with_sources(messages, files), **values)
             keys = keys_in(ids)
             self._shown.update(keys)
         try:
@@ -360,9 +425,17 @@ class Api:
             raise ApiError(
                 400,
                 f"stop_token_ids: this server ends completions at {sorted(policy.stop_ids)}, got "
-                f"{sorted(asked.stop_ids)[:20]}: start it with the client's --policy.schema",
+                f"{sorted(asked.stop_ids)[:20]}: both must have the same schema",
                 param="stop_token_ids",
             )
+        if asked.ends is not None and max(asked.ends.stop_ids, default=0) >= policy.model.config.vocab_size:
+            raise ApiError(
+                400,
+                f"stop_token_ids: expected ids below {policy.model.config.vocab_size}, got "
+                f"{max(asked.ends.stop_ids)}",
+                param="stop_token_ids",
+            )
+        asked = replace(asked, template_values=check_read(policy, asked))
         prompts: Sequence[Any] = [asked.messages] if is_chat else asked.prompts
         ids = [self._encode(policy, prompt, index, asked) for index, prompt in enumerate(prompts)]
         texts = [text for text in asked.prompts if isinstance(text, str)]
@@ -457,27 +530,27 @@ class _Session:
         self._echoes: list[Delta] = []
         self._choices: list[Choice] = []
         self._ticket = Ticket(())
-        self._scoring: Future[list[list[rows.Token]]] = Future()
+        self._scorings: list[Future[Any]] = []
         self._watch = asyncio.create_task(self._await_disconnect())
 
     def end(self) -> None:
         """Stop whatever is still being done for this request."""
-        self._ticket.cancel()
-        self._scoring.cancel()
+        self._leave()
         self._watch.cancel()
         on_end, self._on_end = self._on_end, lambda: None
         on_end()
 
     async def begin(self) -> None:
-        """Score what is to be scored, and ask for what is to be drawn."""
+        """Ask for what is to be scored and to be drawn; return once all is scored.
+
+        A prompt that is scored and continued is read once for both.
+        """
         asked = self._asked
-        if asked.echo:
-            self._echoes = await self._score()
-            if not asked.generate:
-                for echo in self._echoes:
-                    echo.finish_reason = "length"
+        scores: list[Future[list[rows.Token]]] = [Future() for _ in self._prompts]
+        is_scored = asked.echo and asked.num_top is not None
+        texts = [p if isinstance(p, str) else self._policy.tokenizer.decode(p) for p in asked.prompts]
         for index, prompt in enumerate(self._prompts):
-            offset = len(self._echoes[index].text) if asked.echo else 0
+            offset = len(texts[index]) if asked.echo else 0
             self._choices += [
                 Choice(self._policy, prompt, asked, splits=self._splits, offset=offset)
                 for _ in range(asked.num_choices)
@@ -498,11 +571,20 @@ class _Session:
                         stop_strings=() if self._splits else asked.stops,
                         num_top=asked.num_top,
                         records=asked.returns_ids,
+                        ends=asked.ends,
+                        scores=own if is_scored else None,
                     )
-                    for prompt in self._prompts
+                    for prompt, own in zip(self._prompts, scores, strict=True)
                 ],
                 sink,
             )
+        if asked.echo:
+            found = await self._scored(scores) if is_scored else [()] * len(texts)
+            pairs = zip(texts, found, strict=True)
+            self._echoes = [echo_of(self._policy, text, tokens) for text, tokens in pairs]
+            if not asked.generate:
+                for echo in self._echoes:
+                    echo.finish_reason = "length"
 
     async def body(self, reply: Reply) -> dict[str, Any]:
         """Return the response in one piece."""
@@ -515,11 +597,13 @@ class _Session:
         """Yield the response as server-sent events."""
         try:
             for index in range(len(self._choices)):
-                for chunk in (reply.first(index), reply.next(index, self._echo(index) or Delta())):
+                usage = self._usage()
+                echo = reply.next(index, self._echo(index) or Delta(), usage)
+                for chunk in (reply.first(index, usage), echo):
                     if chunk:
                         yield _event(chunk)
             async for index, delta in self._deltas():
-                if chunk := reply.next(index, delta):
+                if chunk := reply.next(index, delta, self._usage()):
                     yield _event(chunk)
             if chunk := reply.last(self._usage()):
                 yield _event(chunk)
@@ -552,16 +636,23 @@ class _Session:
             yield index, delta
         self._watch.cancel()
 
-    async def _score(self) -> list[Delta]:
-        scores: Sequence[Sequence[rows.Token]] = [()] * len(self._prompts)
-        if self._asked.num_top is not None:
-            self._scoring = self._scheduler.score(self._prompts, self._asked.num_top, self._adapter)
-            try:
-                scores = await asyncio.wrap_future(self._scoring)
-            except asyncio.CancelledError:
-                raise ClientDisconnect from None
-        texts = [p if isinstance(p, str) else self._policy.tokenizer.decode(p) for p in self._asked.prompts]
-        return [echo_of(self._policy, *pair) for pair in zip(texts, scores, strict=True)]
+    async def _scored(self, scores: Sequence[Future[list[rows.Token]]]) -> list[list[rows.Token]]:
+        """Await the scores of the prompts: those that come with their completions, or all that is asked for."""
+        self._scorings = [*scores]
+        try:
+            if self._asked.generate:
+                return [await asyncio.wrap_future(own) for own in scores]
+            alone = self._scheduler.score(self._prompts, self._asked.num_top or 0, self._adapter)
+            self._scorings = [alone]
+            return await asyncio.wrap_future(alone)
+        except asyncio.CancelledError:
+            raise ClientDisconnect from None
+
+    def _leave(self) -> None:
+        """Cancel what is being done; nothing of it is awaited any more."""
+        self._ticket.cancel()
+        for scoring in self._scorings:
+            scoring.cancel()
 
     def _usage(self) -> dict[str, Any]:
         return usage_of(sum(map(len, self._prompts)), self._choices, splits=self._splits)
@@ -569,8 +660,7 @@ class _Session:
     async def _await_disconnect(self) -> None:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
-        self._ticket.cancel()
-        self._scoring.cancel()
+        self._leave()
         self._queue.put_nowait((0, ClientDisconnect()))
 
 
@@ -648,8 +738,11 @@ class Guard:
     the app, it is safe.
     """
 
-    def __init__(self, app: ASGIApp, *, api_key: str, hosts: frozenset[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, *, api_key: str, hosts: frozenset[str], has_origins: bool = False
+    ) -> None:
         self._app, self._api_key, self._hosts = app, api_key.encode(), hosts
+        self._has_origins = has_origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -661,7 +754,7 @@ class Guard:
             async with asyncio.timeout(SEND_S):
                 await send(message)
 
-        error = self.refuse(scope["path"].encode(), scope["headers"])
+        error = self.refuse(scope["path"].encode(), scope["headers"], method=scope["method"])
         try:
             if error is not None:
                 await (await _refuse(Request(scope), error))(scope, receive, bounded)
@@ -670,14 +763,20 @@ class Guard:
         except (TimeoutError, OSError):
             return  # the client takes nothing any more, or is gone
 
-    def refuse(self, path: bytes, headers: Sequence[tuple[bytes, bytes]]) -> ApiError | None:
-        """Say from path and headers (names in lower case) why a request is not taken, if it is not."""
+    def refuse(
+        self, path: bytes, headers: Sequence[tuple[bytes, bytes]], *, method: str = "OPTIONS"
+    ) -> ApiError | None:
+        """Say from path and headers (names in lower case) why a request is not taken, if it is not.
+
+        A browser asks without the key whether a page of another origin may ask at all: a preflight, without a body.
+        """
         found = dict(reversed(headers))  # the first of each
         host = HOST.fullmatch(found.get(b"host", b"").decode("latin-1"))
         name = host[1].strip("[]").lower() if host else ""
         if self._hosts and name not in self._hosts:  # a web page whose name was pointed at this machine
             return ApiError(403, "this server answers to localhost only")
-        if path.decode("latin-1") in OPEN:
+        is_preflight = self._has_origins and method == "OPTIONS" and b"access-control-request-method" in found
+        if path.decode("latin-1") in OPEN or is_preflight:
             if b"transfer-encoding" in found or found.get(b"content-length", b"0").strip(b"0 "):
                 return ApiError(400, "expected no body here")
             return None
@@ -688,7 +787,14 @@ class Guard:
         return None
 
 
-def make_app(api: Api, *, api_key: str, hosts: frozenset[str], board: Board | None = None) -> Guard:
+def make_app(
+    api: Api,
+    *,
+    api_key: str,
+    hosts: frozenset[str],
+    board: Board | None = None,
+    origins: Sequence[str] = (),
+) -> Guard:
     """Put the routes together.
 
     Args:
@@ -696,11 +802,16 @@ def make_app(api: Api, *, api_key: str, hosts: frozenset[str], board: Board | No
         api_key: Key that clients must give as a bearer token; empty for none.
         hosts: Host names that are answered to; empty for any.
         board: A chess board; None for none.
+        origins: Web pages (scheme, host and port) whose scripts may read the answers; '*' for all.
     """
     routes: list[_Route] = [
         ("/", api.page, "GET"),
         ("/favicon.ico", lambda _: Response(status_code=204), "GET"),
         ("/health", api.health, "GET"),
+        ("/version", api.version, "GET"),
+        ("/metrics", api.metrics, "GET"),
+        ("/tokenize", api.tokenize, "POST"),
+        ("/detokenize", api.detokenize, "POST"),
         ("/v1/models", api.models, "GET"),
         ("/v1/models/{name:path}", api.model, "GET"),
         ("/v1/chat/completions", api.chat, "POST"),
@@ -711,7 +822,7 @@ def make_app(api: Api, *, api_key: str, hosts: frozenset[str], board: Board | No
         ("/destroy_weights_update_group", api.leave_group, "POST"),
         *(board.routes if board is not None else ()),
     ]
-    return _guarded(routes, api_key=api_key, hosts=hosts)
+    return _guarded(routes, api_key=api_key, hosts=hosts, origins=origins)
 
 
 def make_board_app(board: Board, *, hosts: frozenset[str]) -> Guard:
@@ -724,9 +835,14 @@ def make_board_app(board: Board, *, hosts: frozenset[str]) -> Guard:
     return _guarded(board.routes, api_key="", hosts=hosts)
 
 
-def _guarded(routes: Sequence[_Route], *, api_key: str, hosts: frozenset[str]) -> Guard:
-    app = Starlette(
+def _guarded(
+    routes: Sequence[_Route], *, api_key: str, hosts: frozenset[str], origins: Sequence[str] = ()
+) -> Guard:
+    app: ASGIApp = Starlette(
         routes=[Route(path, function, methods=[method]) for path, function, method in routes],
         exception_handlers=dict.fromkeys(HANDLED, _refuse),
     )
-    return Guard(app, api_key=api_key, hosts=hosts)
+    if origins:
+        methods = sorted({method for _, _, method in routes})
+        app = CORSMiddleware(app, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
+    return Guard(app, api_key=api_key, hosts=hosts, has_origins=bool(origins))

@@ -9,21 +9,26 @@ import secrets
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from whet.generate.policy import Policy
-from whet.generate.rows import Completion, Token
+from whet.generate.rows import Completion, Ends, Token
 from whet.generate.sampling import LEAST_TEMPERATURE, SamplingParams, sequence_seed
+from whet.model.text.tokenizer import CUES, RESERVED, THOUGHTS
 from whet.model.vision.asking import images_in
 from whet.serve.stream import ResponseText, StopText, TokenText, silent_ids
 from whet.types import UserError
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
+OPTION = re.compile(r" \(?--[a-z]")
 MAX_STOPS = 16
+MAX_STOP_IDS = 256
+MAX_VALUE = 200
+"""Characters of a value for the chat template."""
 MAX_IMAGES = 16
 """Of a conversation."""
 MAX_TOP = 20
@@ -34,28 +39,53 @@ DEFAULT_NEW_TOKENS = 16
 IGNORED = frozenset({"model", "user", "metadata"})
 """Without a meaning here; the model's name has been looked at before."""
 IGNORED_IN_CHATS = IGNORED | {
-    "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "reasoning_effort",
-    "verbosity",
+    "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
 }  # fmt: skip
-UNSUPPORTED: Mapping[str, Any] = {
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "logit_bias": {},
-    "tools": [],
-    "tool_choice": "none",
-    "functions": [],
-    "function_call": "none",
-    "response_format": {"type": "text"},
-    "modalities": ["text"],
-    "audio": None,
-    "prediction": None,
-    "web_search_options": None,
-    "suffix": "",
-    "best_of": 1,
+UNSUPPORTED: Mapping[str, Sequence[Any]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": (),
+    "tools": (),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True,),
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "suffix": (),
+    "best_of": (1,),
+    # vLLM's and SGLang's, which their clients send along.
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "include_stop_str_in_output": (False,),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "bad_words": (),
+    "logits_processors": (),
+    "priority": (0,),
 }
-"""Fields of OpenAI's that are not served, with the value that asks for nothing."""
-UNSUPPORTED_IN_MESSAGES = ("tool_calls", "tool_call_id", "function_call", "audio")
-"""Parts of a message that a prompt would lack."""
+"""Fields that are not served, with the values that ask for what happens anyway, besides those that are empty."""
+UNSUPPORTED_IN_CHATS: Mapping[str, Sequence[Any]] = UNSUPPORTED | {
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "echo": (False,),
+    "documents": (),
+    "return_token_ids": (False,),
+}
+UNSUPPORTED_IN_TEXTS: Mapping[str, Sequence[Any]] = UNSUPPORTED | {"add_special_tokens": (True,)}
+EMPTY = (None, "", [], {})
+SUPPORTED_IN_MESSAGES = frozenset({"role", "content", "name", *THOUGHTS})
+SUPPORTED_IN_PARTS = frozenset({"type", "text", "image_url"})
+OWN_NAMES = frozenset({*RESERVED, *CUES, "chat_template", "tools", "documents", "self", "policy"})
+"""Names that templates see, or that mean something else on the way to them: no client's to set."""
 LEAST_LOGPROB = -9999.0
 """JSON has no infinity: OpenAI's number for what cannot be."""
 
@@ -108,6 +138,11 @@ class Asked:
         seeds: Seeds of all choices, in place of those that are made of `seed`.
         returns_ids: Give back the drawn tokens' ids, with the log-probabilities they were drawn with.
         stop_ids: Ids that the client takes completions to end at; None for whatever is here.
+        ends: Where completions end otherwise than the policy's do.
+        skips_special: Whether control tokens have no text, as programs have it that look at no tags.
+        template_values: Further values for the chat template: by the field of the request that gives them, and once
+            they are checked (`check_read`) by their names there.
+        counts_usage: Whether every chunk of a stream has the token counts so far.
     """
 
     messages: tuple[dict[str, Any], ...] = ()
@@ -124,6 +159,10 @@ class Asked:
     seeds: tuple[int, ...] | None = None
     returns_ids: bool = False
     stop_ids: frozenset[int] | None = None
+    ends: Ends | None = None
+    skips_special: bool = False
+    template_values: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    counts_usage: bool = False
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -145,7 +184,11 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 class _StreamOptions(BaseModel):
-    include_usage: bool = Field(default=False, strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class _TextPart(BaseModel):
@@ -167,21 +210,29 @@ class _ImagePart(BaseModel):
 class _Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Annotated[_TextPart | _ImagePart, Field(discriminator="type")]]
+    name: str | None = None
+    reasoning_content: str | None = None
+    thinking: str | None = None
+    reasoning: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return role and content as templates know them: a text, or its parts where some are images."""
+        """Return a message as templates know it: its content is a text, or its parts where some are images."""
         role = "system" if self.role == "developer" else self.role
+        more = {name: text for name in ("name", *THOUGHTS) if (text := getattr(self, name))}
+        return {"role": role, "content": self._plain_content(), **more}
+
+    def _plain_content(self) -> str | list[dict[str, str]]:
         if isinstance(self.content, str):
-            return {"role": role, "content": self.content}
+            return self.content
         if all(isinstance(part, _TextPart) for part in self.content):
-            return {"role": role, "content": text_of(self.model_dump())}
+            return text_of(self.model_dump())
         parts: list[dict[str, str]] = [
             {"type": "text", "text": part.text}
             if isinstance(part, _TextPart)
             else {"type": "image", "image": part.image_url.url}
             for part in self.content
         ]
-        return {"role": role, "content": parts}
+        return parts
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -210,9 +261,21 @@ class _Body(BaseModel):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    ignore_eos: bool = False
+    min_tokens: int = Field(default=0, ge=0)
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, max_length=MAX_STOP_IDS)
+    skip_special_tokens: bool = False
 
-    def asked(self, max_new_tokens: int, **more: Any) -> Asked:
+    def asked(self, max_new_tokens: int, *, adds_stop_ids: bool = True, **more: Any) -> Asked:
         """Return the request with what its endpoint adds."""
+        if self.min_tokens > max_new_tokens:
+            told = f"min_tokens: expected at most max_tokens = {max_new_tokens}, got {self.min_tokens}"
+            raise ApiError(400, told, param="min_tokens")
+        ends = Ends(
+            stop_ids=frozenset(self.stop_token_ids or () if adds_stop_ids else ()),
+            ignores_stop_ids=self.ignore_eos,
+            min_new_tokens=self.min_tokens,
+        )
         try:
             params = SamplingParams(
                 # Clients ask for 1e-7 where they mean greedy, since some servers refuse 0.
@@ -231,6 +294,9 @@ class _Body(BaseModel):
             stops=tuple(stop for stop in self.stop if stop),
             stream=self.stream,
             include_usage=self.stream_options.include_usage,
+            counts_usage=self.stream_options.include_usage and self.stream_options.continuous_usage_stats,
+            ends=None if ends == Ends() else ends,
+            skips_special=self.skip_special_tokens,
             **more,
         )
 
@@ -244,6 +310,20 @@ class _Chat(_Body):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP)
+    reasoning_effort: str | None = Field(default=None, max_length=MAX_VALUE)
+    chat_template_kwargs: dict[
+        str, bool | int | float | Annotated[str, Field(max_length=MAX_VALUE)] | None
+    ] = Field(default={}, max_length=MAX_STOPS)
+
+    @property
+    def template_values(self) -> dict[str, Any]:
+        """Values for the template, by the field that gives them."""
+        given = {f"chat_template_kwargs.{name}": value for name, value in self.chat_template_kwargs.items()}
+        return {
+            name: v
+            for name, v in {"reasoning_effort": self.reasoning_effort, **given}.items()
+            if v is not None
+        }
 
 
 class _Text(_Body):
@@ -256,7 +336,6 @@ class _Text(_Body):
     max_tokens: int = Field(default=DEFAULT_NEW_TOKENS, ge=0)
     seeds: list[Annotated[int, Field(ge=0, lt=2**63)]] | None = None
     return_token_ids: bool = False
-    stop_token_ids: list[int] | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP)
 
 
@@ -270,8 +349,8 @@ def parse_chat(body: Mapping[str, Any], context: int) -> Asked:
     Raises:
         ApiError: What is wrong, with the field to blame.
     """
-    _check_fields(body.get("messages"))
-    chat = _read(_Chat, body, IGNORED_IN_CHATS)
+    body = {**body, "messages": _supported(body.get("messages"))}
+    chat = _read(_Chat, body, IGNORED_IN_CHATS, UNSUPPORTED_IN_CHATS)
     if chat.top_logprobs and not chat.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs = true", param="top_logprobs")
     if (role := chat.messages[-1].role) != "user":
@@ -283,17 +362,66 @@ def parse_chat(body: Mapping[str, Any], context: int) -> Asked:
         chat.max_completion_tokens or chat.max_tokens or context,
         messages=messages,
         num_top=chat.top_logprobs if chat.logprobs else None,
+        template_values=chat.template_values,
     )
 
 
-def _check_fields(messages: object) -> None:
-    """Refuse messages with parts that their prompt would silently lack."""
-    for place, message in enumerate(messages if isinstance(messages, list) else ()):
-        fields = message if isinstance(message, dict) else {}
-        name = next((name for name in UNSUPPORTED_IN_MESSAGES if fields.get(name)), None)
-        if name is not None:
-            name = f"messages[{place}].{name}"
-            raise ApiError(400, f"{name} is not supported by this server: leave it out", param=name)
+def _supported(messages: Any) -> Any:
+    """Return messages without fields that are empty; refuse those that their prompt would silently lack."""
+    if not isinstance(messages, list):
+        return messages
+    found: list[Any] = []
+    for place, message in enumerate(messages):
+        if isinstance(message, dict):
+            _check_keys(message, SUPPORTED_IN_MESSAGES, f"messages[{place}]")
+            content = message.get("content")
+            for index, part in enumerate(content if isinstance(content, list) else ()):
+                if isinstance(part, dict):
+                    _check_keys(part, SUPPORTED_IN_PARTS, f"messages[{place}].content[{index}]")
+            is_silent = content is None and message.get("role") == "assistant"
+            message = message | {"content": ""} if is_silent else message
+        found.append(message)
+    return found
+
+
+def _check_keys(fields: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    name = next((name for name, value in fields.items() if value and name not in known), None)
+    if name is not None:
+        name = f"{where}.{name[:80]}"
+        raise ApiError(400, f"{name} is not supported by this server: leave it out", param=name)
+
+
+def check_read(policy: Policy, asked: Asked) -> dict[str, Any]:
+    """Return the values that a conversation's template is given; refuse what it would not read.
+
+    Raises:
+        ApiError: With the field to blame.
+    """
+    tokenizer, values = policy.tokenizer, dict[str, Any]()
+    for field_name, value in asked.template_values.items():
+        name = field_name.removeprefix("chat_template_kwargs.")
+        is_own = name in OWN_NAMES or name.endswith("_token")
+        if not is_own and tokenizer.reads(name):
+            values[name] = tokenizer.quoted(value) if isinstance(value, str) else value
+        elif value and not (
+            field_name == "reasoning_effort" and value == "none" and not policy.schema.has_thinking
+        ):
+            raise _unread(field_name)
+    knows_thoughts = any(map(tokenizer.reads, THOUGHTS))
+    for place, message in enumerate(asked.messages):
+        for name in THOUGHTS:
+            if name in message and not (knows_thoughts and message["role"] == "assistant"):
+                raise _unread(f"messages[{place}].{name}")
+    named = [place for place, message in enumerate(asked.messages) if "name" in message]
+    if named:
+        bare = [{k: v for k, v in message.items() if k != "name"} for message in asked.messages]
+        if policy.chat_text(bare, **values) == policy.chat_text(asked.messages, **values):
+            raise _unread(f"messages[{named[0]}].name")
+    return values
+
+
+def _unread(name: str) -> ApiError:
+    return ApiError(400, f"{name}: the model's chat template does not read it: leave it out", param=name)
 
 
 def _check_images(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -314,7 +442,7 @@ def parse_text(body: Mapping[str, Any]) -> Asked:
     Raises:
         ApiError: What is wrong, with the field to blame.
     """
-    text = _read(_Text, body, IGNORED)
+    text = _read(_Text, body, IGNORED, UNSUPPORTED_IN_TEXTS)
     if not text.max_tokens and not text.echo:
         raise ApiError(400, "max_tokens = 0: expected 1 or more, or echo = true", param="max_tokens")
     if text.seeds is not None and len(text.seeds) != text.n:
@@ -323,6 +451,9 @@ def parse_text(body: Mapping[str, Any]) -> Asked:
         )
     if text.return_token_ids and text.stream:
         raise ApiError(400, "return_token_ids is not supported in streams: leave one out", param="stream")
+    # What is drawn then has neither the model's distribution nor what filters left of it.
+    if text.return_token_ids and text.min_tokens:
+        raise ApiError(400, "return_token_ids is not supported with min_tokens", param="min_tokens")
     return text.asked(
         max(1, text.max_tokens),
         prompts=tuple(row if isinstance(row, str) else tuple(row) for row in text.prompt),
@@ -331,8 +462,63 @@ def parse_text(body: Mapping[str, Any]) -> Asked:
         generate=text.max_tokens > 0,
         seeds=None if text.seeds is None else tuple(text.seeds),
         returns_ids=text.return_token_ids,
-        stop_ids=None if text.stop_token_ids is None else frozenset(text.stop_token_ids),
+        # A trainer says where its completions end, and has to agree with the server; others have further ends.
+        stop_ids=frozenset(text.stop_token_ids)
+        if text.return_token_ids and text.stop_token_ids is not None
+        else None,
+        adds_stop_ids=not text.return_token_ids,
     )
+
+
+class _Tokenize(BaseModel):
+    """Fields as vLLM has them; those of a conversation are read as a chat's."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_special_tokens: bool | None = None
+    add_generation_prompt: Literal[True] = True
+    return_token_strs: bool = False
+
+
+def parse_tokenize(body: Mapping[str, Any]) -> tuple[Asked, bool]:
+    """Read the body of /tokenize, without the model's name; return what is to be read, and whether tokens are spelled.
+
+    Raises:
+        ApiError: What is wrong, with the field to blame.
+    """
+    given = _model(_Tokenize, {name: value for name, value in body.items() if value is not None})
+    if (given.prompt is None) == (given.messages is None):
+        raise ApiError(400, "expected prompt or messages", param="prompt")
+    if given.messages is None:
+        if given.add_special_tokens is False:
+            raise ApiError(400, "add_special_tokens = false is not supported by this server: leave it out")
+        asked = parse_text({"prompt": given.prompt, "max_tokens": 1})
+        return replace(asked, generate=False), given.return_token_strs
+    if given.add_special_tokens:
+        raise ApiError(400, "add_special_tokens is not supported with messages: leave it out")
+    fields = {"messages": given.messages, "chat_template_kwargs": given.chat_template_kwargs}
+    asked = replace(parse_chat(fields, 1), generate=False)
+    if images_in(asked.messages):
+        raise ApiError(400, "messages: images have no tokens of the tokenizer", param="messages")
+    return asked, given.return_token_strs
+
+
+class _Detokenize(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+
+
+def parse_detokenize(body: Mapping[str, Any]) -> list[int]:
+    """Read the body of /detokenize, without the model's name.
+
+    Raises:
+        ApiError: What is wrong, with the field to blame.
+    """
+    return _model(_Detokenize, body).tokens
 
 
 class _Group(BaseModel):
@@ -374,22 +560,28 @@ def parse_group(kind: type[G], body: Mapping[str, Any]) -> G:
     Raises:
         ApiError: With what is wrong.
     """
+    return _model(kind, body)
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def _model(kind: type[M], body: Mapping[str, Any]) -> M:
     try:
         return kind.model_validate(dict(body))
     except ValidationError as error:
         raise _refused(error, body) from None
 
 
-def _read(kind: type[B], body: Mapping[str, Any], ignored: frozenset[str]) -> B:
+def _read(
+    kind: type[B], body: Mapping[str, Any], ignored: frozenset[str], unsupported: Mapping[str, Sequence[Any]]
+) -> B:
     """Check a body, without the fields that ask for nothing; refuse those that would change the answer."""
     for name, value in body.items():
-        if value and name in UNSUPPORTED and value != UNSUPPORTED[name]:
+        if name in unsupported and value not in EMPTY and value not in unsupported[name]:
             raise ApiError(400, f"{name} is not supported by this server: leave it out", param=name)
-    left_out = ignored | UNSUPPORTED.keys()
-    try:
-        return kind.model_validate({k: v for k, v in body.items() if v is not None and k not in left_out})
-    except ValidationError as error:
-        raise _refused(error, body) from None
+    left_out = ignored | unsupported.keys()
+    return _model(kind, {k: v for k, v in body.items() if v is not None and k not in left_out})
 
 
 def _refused(error: ValidationError, body: Mapping[str, Any]) -> ApiError:
@@ -417,8 +609,12 @@ def _refused(error: ValidationError, body: Mapping[str, Any]) -> ApiError:
 
 
 def refusal(error: UserError) -> ApiError:
-    """Turn a mistake that the engine or the tokenizer found into a refusal."""
+    """Turn a mistake that the engine or the tokenizer found into a refusal; options of whet's are no client's."""
     text = str(error)
+    if option := OPTION.search(text):
+        text = text[: option.start()].rstrip(" :")
+        cut = max(text.rfind(mark) for mark in ":;,")
+        text = text[:cut] if cut > 0 and "(" not in option[0] else text
     too_long = "tokens, the" in text
     return ApiError(400, text, code="context_length_exceeded" if too_long else None)
 
@@ -458,10 +654,18 @@ class Choice:
     def __init__(
         self, policy: Policy, prompt_ids: Sequence[int], asked: Asked, *, splits: bool, offset: int = 0
     ) -> None:
-        self._tokens = TokenText(policy.tokenizer, prompt_ids, silent_ids=silent_ids(policy))
+        tokenizer, ends = policy.tokenizer, asked.ends or Ends()
+        silent = silent_ids(policy) | ends.stop_ids
+        if asked.skips_special:
+            tags = (*policy.schema.tags, *policy.schema.tool_tags)
+            silent |= {index for index in tokenizer.special_ids if tokenizer.token_text(index) not in tags}
+        self._least = ends.min_new_tokens
+        self._tokens = TokenText(tokenizer, prompt_ids, silent_ids=silent)
         # Where thinking is apart, a stop string is looked for in the content alone, which is what the client sees.
         self._stops = StopText(asked.stops)
-        self._response = ResponseText(policy.schema) if splits else None
+        values = asked.template_values
+        schema = policy.response_schema(**values) if values else policy.schema
+        self._response = ResponseText(schema) if splits else None
         self._noted = asked.num_top is not None
         self._offset = offset
         self.num_tokens = 0
@@ -486,7 +690,8 @@ class Choice:
         if self._response is not None:
             piece = self._response.push(text, last=is_last)
             delta.thinking, text = piece.thinking, piece.answer
-        delta.text = self._stops.push(text)
+        # Nothing ends a completion before its least length.
+        delta.text = text if self.num_tokens <= self._least and not is_last else self._stops.push(text)
         if self._stops.has_ended and self._response is not None:
             self.finish_reason = delta.finish_reason = "stop"
         elif is_last:
@@ -565,28 +770,31 @@ class Reply:
             rows.append(self._row(index, delta) | {"message": message})
         return self._head | {"choices": rows, "usage": usage}
 
-    def first(self, index: int) -> dict[str, Any] | None:
+    def first(self, index: int, usage: dict[str, Any]) -> dict[str, Any] | None:
         """Return the chunk that opens a choice of a chat."""
         if not self._is_chat:
             return None
-        return self._chunk([self._row(index, Delta()) | {"delta": {"role": "assistant", "content": ""}}])
+        return self._chunk(
+            [self._row(index, Delta()) | {"delta": {"role": "assistant", "content": ""}}], usage
+        )
 
-    def next(self, index: int, delta: Delta) -> dict[str, Any] | None:
+    def next(self, index: int, delta: Delta, usage: dict[str, Any]) -> dict[str, Any] | None:
         """Return the chunk for an event; None where it brought nothing to be seen."""
         if not (delta.text or delta.thinking or delta.tokens or delta.finish_reason):
             return None
         if not self._is_chat:
-            return self._chunk([self._text_row(index, delta)])
+            return self._chunk([self._text_row(index, delta)], usage)
         said = {"reasoning_content": delta.thinking} if delta.thinking else {}
         said |= {"content": delta.text} if delta.text else {}
-        return self._chunk([self._row(index, delta) | {"delta": said}])
+        return self._chunk([self._row(index, delta) | {"delta": said}], usage)
 
     def last(self, usage: dict[str, Any]) -> dict[str, Any] | None:
         """Return the chunk with the token counts, where they are wanted."""
         return self._head | {"choices": [], "usage": usage} if self._asked.include_usage else None
 
-    def _chunk(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._head | {"choices": rows} | ({"usage": None} if self._asked.include_usage else {})
+    def _chunk(self, rows: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        counts = {"usage": usage if self._asked.counts_usage else None} if self._asked.include_usage else {}
+        return self._head | {"choices": rows} | counts
 
     def _row(self, index: int, delta: Delta) -> dict[str, Any]:
         logprobs = None

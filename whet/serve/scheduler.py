@@ -12,16 +12,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 
+from whet.generate.engine import EngineStats
 from whet.generate.pieces import PIECE_TOKENS, Reading
 from whet.generate.policy import Policy
-from whet.generate.rows import Completion, Job, Request, Rows, Token
+from whet.generate.rows import Completion, Ends, Job, Request, Rows, Token
 from whet.generate.sampling import SamplingParams
 from whet.model.lora.adapter import CONFIG, Adapter
 from whet.model.lora.files import base_digest, read_adapter
@@ -55,6 +56,9 @@ class Ask:
         stop_strings: Texts that stop a completion, besides the policy's own.
         num_top: Return the model's own log-probabilities, with this many alternatives; None for none.
         records: Return what filters left to draw each token from, for a trainer.
+        ends: What else ends a completion, or does not.
+        scores: Gets the scores of the prompt's own tokens (`Scheduler.score`) from the reading that the completions go
+            on from, before their first token; with as many alternatives as `num_top`.
     """
 
     request: Request
@@ -62,6 +66,16 @@ class Ask:
     stop_strings: tuple[str, ...] = ()
     num_top: int | None = None
     records: bool = False
+    ends: Ends | None = None
+    scores: Future[list[Token]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ScoredRequest(Request):
+    """A request whose prompt is scored while it is read."""
+
+    num_top: int
+    scores: Future[list[Token]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +129,11 @@ class _Outlet:
 
 @dataclass(slots=True)
 class _Long:
-    """A prompt that is read in pieces, and its jobs."""
+    """A prompt that is read in pieces, its jobs, and its tokens' scores if they are wanted."""
 
     reading: Reading
     jobs: list[Job]
+    scores: list[Token] = field(default_factory=list[Token])
 
 
 class Scheduler:
@@ -175,6 +190,11 @@ class Scheduler:
         self._thread.join(CLOSE_S)
 
     @property
+    def stats(self) -> EngineStats:
+        """Work done so far."""
+        return self._engine.stats
+
+    @property
     def num_pending(self) -> int:
         """Running and waiting completions and texts."""
         return len(self._sinks) + len(self._scorings)
@@ -211,10 +231,15 @@ class Scheduler:
             self._engine.check_adapter(ask.request.adapter)
             limit = min(ask.params.max_new_tokens, self.context - len(ask.request.prompt_ids))
             request = replace(ask.request, max_new_tokens=limit)
+            if ask.scores is not None:
+                given = {item.name: getattr(request, item.name) for item in fields(request)}
+                request = _ScoredRequest(**given, num_top=ask.num_top or 0, scores=ask.scores)
             # The same limit for all jobs, so that jobs with equal filters form one group whatever length was requested.
             params = self._shared(replace(ask.params, max_new_tokens=self.context))
             records = ask.records and params.is_filtered and params.temperature > 0
-            stops = (*self._policy.named(ask.request.adapter).stop_strings, *ask.stop_strings)
+            own = self._policy.named(ask.request.adapter).stop_strings
+            is_endless = ask.ends is not None and ask.ends.ignores_stop_ids
+            stops = ask.stop_strings if is_endless else (*own, *ask.stop_strings)
             jobs += [
                 Job(
                     request=request,
@@ -223,6 +248,7 @@ class Scheduler:
                     stop_strings=stops,
                     num_top=ask.num_top,
                     kept=[] if records else None,
+                    ends=ask.ends,
                 )
                 for seed in request.seeds
             ]
@@ -510,7 +536,7 @@ class Scheduler:
         ready, long.jobs = jobs[:num_free], jobs[num_free:]
         try:
             if not long.reading.is_read:
-                self._engine.read(long.reading)
+                self._read_piece(long, jobs[0].request)
             if not (ready and long.reading.is_read):
                 long.jobs = jobs
                 return True
@@ -523,6 +549,17 @@ class Scheduler:
             self._long = long if long.jobs else None
             self._announce(rows, first)
         return True
+
+    def _read_piece(self, long: _Long, request: Request) -> None:
+        """Read a piece of a prompt, and score it if that is wanted."""
+        if not isinstance(request, _ScoredRequest):
+            self._engine.read(long.reading)
+            return
+        long.scores += self._engine.score_piece(long.reading, request.num_top)
+        if long.reading.is_read:
+            _check_scores(long.scores)
+            with suppress(InvalidStateError):  # the client is gone
+                request.scores.set_result(long.scores)
 
     def _score(self, rows: Rows) -> bool:
         """Score a piece of a text."""
@@ -539,8 +576,7 @@ class Scheduler:
                 if len(work.results[-1]) < len(work.prompts[len(work.results) - 1]):
                     return True
                 work.pieces = None
-                if any(token.logprob != token.logprob for token in work.results[-1]):
-                    raise RuntimeError(NO_NUMBERS)
+                _check_scores(work.results[-1])
                 if len(work.results) < len(work.prompts):
                     self._scorings.rotate(-1)  # round robin: one client must not block others
                     return True
@@ -568,6 +604,9 @@ class Scheduler:
         """End jobs with an error."""
         told = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
         for job in jobs:
+            if isinstance(job.request, _ScoredRequest):
+                with suppress(InvalidStateError):
+                    job.request.scores.set_exception(told)
             if job in self._sinks and not job.cancelled:
                 self._send(job, told)
             job.cancelled = True
@@ -594,9 +633,19 @@ class Scheduler:
 
 
 def _is_long(job: Job) -> bool:
-    """Say whether a job's prompt is read in pieces; one with images is not, since an image cannot be cut."""
+    """Say whether a job's prompt is read in pieces; one with images is not, since an image cannot be cut.
+
+    A prompt that is scored is, too, however short: its hidden states are wanted.
+    """
     ids = job.request.prompt_ids
-    return len(ids) > PIECE_TOKENS and not any(map(is_image, ids))
+    is_scored = isinstance(job.request, _ScoredRequest)
+    return is_scored or (len(ids) > PIECE_TOKENS and not any(map(is_image, ids)))
+
+
+def _check_scores(tokens: Sequence[Token]) -> None:
+    """Refuse scores that are no numbers."""
+    if any(token.logprob != token.logprob for token in tokens):
+        raise RuntimeError(NO_NUMBERS)
 
 
 def _restart(jobs: Sequence[Job]) -> None:

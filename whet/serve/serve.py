@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import re
 import socket
 import threading
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from whet.serve.scheduler import Scheduler
 from whet.tasks.chess.board import library
 from whet.types import UserError
 
+ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 GRACE_S = 3
 KEEP_ALIVE_S = 75
@@ -70,6 +72,8 @@ class ServeConfig:
     image_urls: Urls = "none"
     """Which URLs of images are fetched for clients: none, those of the public internet, or any, so also those of the
     local network."""
+    allow_origins: tuple[str, ...] = ()
+    """Web pages whose scripts may use this server (CORS), such as http://localhost:3000; * for any."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the parameters."""
 
@@ -86,6 +90,10 @@ class ServeConfig:
         if self.weight_updates and ("," in self.policy.adapter or "=" in self.policy.adapter):
             raise ValueError(
                 "weight_updates with several adapters: updates would leave them behind; leave one out"
+            )
+        if bad := next((origin for origin in self.allow_origins if not ORIGIN.fullmatch(origin)), None):
+            raise ValueError(
+                f"allow_origins: got {bad!r}, expected http(s)://HOST or http(s)://HOST:PORT without a path, or *"
             )
         if not key_of(self) and not is_local(self.host):
             raise ValueError(
@@ -180,7 +188,7 @@ def main(config: ServeConfig) -> None:
             if config.board:
                 board = Board(make_table(policy, scheduler), title="whet serve: chess", path=CHESS)
             hosts = frozenset() if key else LOCAL | {config.host}
-            app = make_app(api, api_key=key, hosts=hosts, board=board)
+            app = make_app(api, api_key=key, hosts=hosts, board=board, origins=config.allow_origins)
             options = server_config(
                 app,
                 app.refuse,

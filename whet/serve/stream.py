@@ -24,13 +24,14 @@ def has_turns(policy: Policy) -> bool:
     return policy.tokenizer.chat_template not in (BASE_TEMPLATE, PLAIN_TEMPLATE)
 
 
-def chat_prompt(policy: Policy, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+def chat_prompt(policy: Policy, messages: Sequence[Mapping[str, Any]], **values: Any) -> tuple[int, ...]:
     """Return the prompt tokens of a conversation, with the policy's template, opening tag and instruction.
 
     Args:
         policy: The policy.
         messages: Maps with 'role' (system, user or assistant) and 'content', a text or a list of parts with images; a
             system message replaces the policy's own instruction.
+        values: Further values for the template.
 
     Raises:
         UserError: If the template fails, or drops a user or system message; or an image cannot be read.
@@ -38,13 +39,13 @@ def chat_prompt(policy: Policy, messages: Sequence[Mapping[str, Any]]) -> tuple[
     messages = policy.schema.messages(messages, has_system=policy.system_prompt)
     if policy.tokenizer.chat_template == PLAIN_TEMPLATE and len(messages) > 1:
         raise UserError("this model's prompt is the bare question: send one user message and no other")
-    text = policy.chat_text(messages)
+    text = policy.chat_text(messages, **values)
     for index, message in enumerate(messages):
         content = message["content"]
         parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
         if message["role"] != "assistant" and any(part.strip() not in text for part in parts):
             raise UserError(f"the model's chat template drops message {index} ({message['role']})")
-    return policy.chat_ids(messages)
+    return policy.chat_ids(messages, **values)
 
 
 def unread_note(tokenizer: Tokenizer, texts: Iterable[str]) -> str:

@@ -47,6 +47,7 @@ QUOTED = re.compile(rf"{QUOTE}(\d+)Z")
 TAGS = "whet_tags"
 """Of tokenizer_config.json: control tokens that other programs are to show, and tokenizer.json calls ordinary ones."""
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+MAX_ENDINGS = 64
 CUES = ("add_generation_prompt", "continue_final_message")
 """Values that say how a prompt ends, as transformers has them."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -276,13 +277,13 @@ class Tokenizer:
         return self._control_pattern.sub(quote, text)
 
     def quoted_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Quote the words of messages (`quoted`): content, thinking, and the arguments of calls."""
+        """Quote the words of messages (`quoted`): content, thinking, names, and the arguments of calls."""
         if self.chat_template == PLAIN_TEMPLATE:  # the user's text is the whole prompt, as it stands
             return [dict(message) for message in messages]
         found = []
         for message in messages:
             quote = functools.partial(self.quoted, by_assistant=message.get("role") == "assistant")
-            names = {"content", "tool_calls", *THOUGHTS} & message.keys()
+            names = {"content", "name", "tool_calls", *THOUGHTS} & message.keys()
             found.append({**message, **{name: _deeply(quote, message[name]) for name in names}})
         return found
 
@@ -466,6 +467,8 @@ class Tokenizer:
         values = {name: value for name, value in (values or {}).items() if name not in CUES}
         key = json.dumps(values, sort_keys=True, default=repr) if values else ""
         if key not in self._endings:
+            if len(self._endings) >= MAX_ENDINGS:  # clients of a server choose the values
+                self._endings.clear()
             try:
                 text = self.render([{"role": "user", "content": MARK}], values=values)
             except UserError:  # it needs other messages, or is no template: whoever renders is told
@@ -610,6 +613,10 @@ class Tokenizer:
             self._check_prefix()
             self._turns_are_checked = True
         return self.encode(rendered.rpartition(MARK)[2])
+
+    def reads(self, name: str) -> bool:
+        """Say whether the chat template uses a name."""
+        return bool(re.search(rf"\b{re.escape(name)}\b", self.chat_template or ""))
 
     def with_template(
         self,
