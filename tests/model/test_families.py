@@ -33,7 +33,7 @@ from whet.kernels.cpu import build as cpu
 from whet.model.attention import Packed
 from whet.model.checkpointing import CheckpointKind, Recompute
 from whet.model.config import options
-from whet.model.families import FAMILIES, WRAPPERS, from_hf
+from whet.model.families import FAMILIES, WRAPPERS, from_hf, to_hf
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.vision.shapes import SEEING
 from whet.model.weights import as_reward_model, load_model, load_shares, resize_vocabulary, save_model
@@ -246,6 +246,49 @@ def test_rope_scaling_comes_before_rope_parameters_as_in_transformers(tmp_path: 
         assert cases.check_load(reference.eval(), model) < cases.CLOSE
         assert ("rope_scaling" in options(config)) == ("rope_scaling" in more)
     assert config.rope_theta == 500.0  # that of rope_parameters, not the one beside it
+
+
+OLD_ROPES_DIFFER = {"gemma4_text", "olmo3"}
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_a_folder_is_read_by_readers_that_do_not_know_rope_parameters(name: str) -> None:
+    case = cases.CASES[name]
+    theirs = transformers.AutoConfig.for_model(case.model_type, **case.config).to_dict()
+    config = from_hf(theirs)
+    written = to_hf(config, bos_id=1, eos_ids=(2,), dtype="float32")
+    assert from_hf(written) == config
+    if "rope_parameters" in theirs and written.pop(
+        "rope_parameters", None
+    ):  # transformers 4 and mlx-lm ignore them
+        assert (from_hf(written) == config) != (case.model_type in OLD_ROPES_DIFFER)
+
+
+def test_the_older_form_of_ropes_is_transformers_4_s() -> None:
+    yarn = cases.BASE | cases.YARN | {"model_type": "llama"}
+    written = to_hf(from_hf(yarn), bos_id=1, eos_ids=(2,), dtype="float32")
+    given = dict(yarn["rope_parameters"])
+    assert written["rope_theta"] == given.pop("rope_theta")
+    assert written["rope_scaling"] == given
+    long = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "rope_theta": 500.0}
+    long |= {"original_max_position_embeddings": 64, "partial_rotary_factor": 0.5}
+    phi = cases.BASE | {"model_type": "phi3", "rope_parameters": long, "head_dim": 24}
+    phi["original_max_position_embeddings"] = 64
+    written = to_hf(from_hf(phi), bos_id=1, eos_ids=(2,), dtype="float32")
+    assert written["rope_scaling"].keys() == {
+        "type",
+        "short_factor",
+        "long_factor",
+    }  # Phi3Config takes no other
+    assert written["original_max_position_embeddings"] == 64
+    assert written["partial_rotary_factor"] == 0.5
+    both = {"full_attention": cases.scaled("linear", factor=8.0)["rope_parameters"]}
+    both["sliding_attention"] = {"rope_type": "default", "rope_theta": 100.0}
+    gemma = cases.GEMMA | {"model_type": "gemma3_text", "rope_parameters": both}
+    written = to_hf(from_hf(gemma), bos_id=1, eos_ids=(2,), dtype="float32")
+    assert written["rope_local_base_freq"] == 100.0
+    assert written["rope_theta"] == both["full_attention"]["rope_theta"]
+    assert written["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])

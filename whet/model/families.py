@@ -406,7 +406,8 @@ def _gemma3(c: Keys) -> ModelConfig:
     whole, local = _two_ropes(c, 1e6, c.get("rope_local_base_freq") or 10000.0)
     caps = {name: c.get(name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
     types = _types(c, lambda i: (i + 1) % every == 0)
-    config = _gemma2(c.changed(rope_parameters=None, rope_scaling=None, layer_types=types, **caps))
+    none = dict.fromkeys(("rope_parameters", "rope_scaling", "rope_theta"))  # both ropes are read here
+    config = _gemma2(c.changed(**none, layer_types=types, **caps))
     return _flagged(_per_type(c, config, types, whole, local), qk_norm=True)
 
 
@@ -543,7 +544,6 @@ def _olmo2(c: Keys) -> ModelConfig:
 
 
 def _olmo3(c: Keys) -> ModelConfig:
-    beside = c.get("rope_theta")
     given = c.get("rope_parameters")
     if isinstance(given, dict) and not {"full_attention", "sliding_attention"} & set(given):
         # Written by transformers 4: one rope, whose scaling the full layers alone have.
@@ -552,8 +552,9 @@ def _olmo3(c: Keys) -> ModelConfig:
         # transformers takes rope_theta for the full layers' rope, and its default for the others.
         whole, local = _two_ropes(c, 5e5, 5e5)
     types = _types(c, lambda i: (i + 1) % 4 == 0)
-    c.get("rope_scaling")
-    config = _olmo2(c.changed(rope_parameters=None, rope_scaling=None, rope_theta=beside))
+    for name in ("rope_scaling", "rope_theta"):
+        c.get(name)  # a flat rope comes first
+    config = _olmo2(c.changed(rope_parameters=None, rope_scaling=None, rope_theta=None))
     return _per_type(c, config, types, whole, local)
 
 
@@ -785,7 +786,7 @@ def _deepseek_v3(c: Keys) -> ModelConfig:
     p = rope_parameters(c)
     own, context = rope(p, turned, c)
     own = replace(own, is_interleaved=bool(c.get("rope_interleave", True)))
-    config = _decoder(c.changed(rope_parameters=None, rope_scaling=None, **sizes))
+    config = _decoder(c.changed(rope_parameters=None, rope_scaling=None, rope_theta=None, **sizes))
     config = replace(config, max_positions=context, num_kv_heads=config.num_heads)
     is_scaled = p.get("rope_type", p.get("type", "default")) != "default" and p.get("mscale_all_dim")
     scale = sharpness(float(p["factor"]), float(p["mscale_all_dim"])) ** 2 if is_scaled else 1.0
@@ -1215,6 +1216,31 @@ def _refuse_foreign(data: Mapping[str, Any], architecture: str, where: str) -> N
         )
 
 
+def _with_older_rope(found: dict[str, Any]) -> dict[str, Any]:
+    """Write `rope_parameters`, which transformers 5 alone reads, also as what transformers 4 and mlx-lm read: they take
+    another base and no scaling without a word. A family that has no such form stays as it is."""
+    inner = found.get("text_config", found)
+    given = inner.get("rope_parameters")
+    if not isinstance(given, dict):
+        return found
+    whole, more = given.get("full_attention", given), {}
+    if inner.get("model_type", "").startswith("gemma3") and "sliding_attention" in given:
+        more["rope_local_base_freq"] = given["sliding_attention"].get("rope_theta")
+    more |= {name: whole.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    scaling = {name: value for name, value in whole.items() if name not in more}
+    if scaling.get("rope_type") == "longrope":  # Phi-3's reader wants these three
+        more["original_max_position_embeddings"] = scaling.get("original_max_position_embeddings")
+        scaling = {"type": "longrope"} | {name: scaling.get(name) for name in ("short_factor", "long_factor")}
+    if scaling.keys() - {"rope_type"}:
+        more["rope_scaling"] = scaling
+    own = {name: value for name, value in more.items() if value is not None and inner.get(name) is None}
+    older = found | {"text_config": inner | own} if "text_config" in found else found | own
+    try:
+        return older if from_hf(older) == from_hf(found) else found
+    except UserError:
+        return found
+
+
 def to_hf(
     config: ModelConfig,
     *,
@@ -1262,15 +1288,15 @@ def to_hf(
         if (
             "text_config" not in found
         ):  # the first files of Qwen2.5-VL have the decoder's keys among the others
-            return found | shared
+            return _with_older_rope(found | shared)
         names = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "torch_dtype")
         outer = {name: shared[name] for name in names}
-        return found | outer | {"text_config": found["text_config"] | shared}
+        return _with_older_rope(found | outer | {"text_config": found["text_config"] | shared})
     architecture = CLASSIFIERS[kind] if config.is_reward else FAMILIES[kind][0]
     if config.block != PLAIN_BLOCK or kind != config.family:
         for name in ("dtype", "auto_map", "quantization_config"):
             found.pop(name, None)
-        return found | {"architectures": [architecture]} | shared
+        return _with_older_rope(found | {"architectures": [architecture]} | shared)
     shared = {"architectures": [architecture], "model_type": config.family} | shared
     if config.family == "gpt2":
         return shared | {
