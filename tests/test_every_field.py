@@ -316,6 +316,7 @@ UNSEEN: dict[str, str] = {
     "parallel.": "how several ranks hold the model: tests/train/test_shards.py",
     "safety.max_skipped": "read when a loss is not finite: tests/train/test_session.py, test_sft.py, test_rl.py",
     "safety.deterministic": "the order of sums is fixed here in any mode: tests/train/test_session.py",
+    "reward_timeout_s": "a deadline that no call here meets: tests/rewards/test_base.py",
     "safety.hang_timeout_s": "a limit that no run here meets: tests/telemetry/test_heartbeat.py",
     "safety.disk_full": "read when the disk is full: tests/train/test_session.py",
 }

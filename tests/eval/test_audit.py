@@ -214,3 +214,37 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         main(AuditConfig(out=str(tmp_path / "b"), task=task, num_problems=0))
     assert "FAIL" in capsys.readouterr().out
     assert (tmp_path / "b" / "disputed.csv").exists()
+
+
+def slow_reward(seconds: float, calls: list[int]) -> WeightedReward:
+    """A reward that takes a time for each batch, as a pool of many workers does."""
+
+    def many(items: Any) -> list[float | None]:
+        calls.append(len(items))
+        time.sleep(seconds)
+        return [float(SCHEMA.parse(text).answer == problem.answer) for problem, text in items]
+
+    return WeightedReward("mine", 1.0, many=many, best=1.0)
+
+
+def test_the_preflight_of_a_slow_reward_scores_together_says_how_far_it_is_and_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fast: list[int] = []
+    assert preflight(TASK, [slow_reward(0.0, fast)], SCHEMA, PROBLEMS) == []
+    assert sum(fast) > 60
+    assert len(fast) < sum(fast) / 3
+    monkeypatch.setattr(audit_module, "PREFLIGHT_S", 0.1)
+    monkeypatch.setattr(audit_module, "TOLD_S", 0.0)
+    slow: list[int] = []
+    (doubt,) = preflight(TASK, [slow_reward(0.06, slow)], SCHEMA, PROBLEMS)
+    assert sum(slow) <= 2 + audit_module.AT_ONCE + 4  # the first batch, and single cases beside it
+    assert "others were left out: the rewards or the judge are slow (`whet audit` tries all)" in doubt
+    assert "whet: preflight: trying the rewards before the run: " in capsys.readouterr().out
+
+
+def test_a_slow_reward_that_pays_for_nothing_is_still_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_module, "PREFLIGHT_S", 0.0)
+    constant = replace(slow_reward(0.0, []), many=lambda items: [1.0] * len(items))
+    with pytest.raises(UserError, match="an empty completion"):
+        preflight(TASK, [constant], SCHEMA, PROBLEMS)

@@ -875,3 +875,32 @@ def test_staleness_is_how_many_steps_ago_it_was_sampled(
     collected: Any = SimpleNamespace(step=4, rollout=None, num_refilled=0)
     found = rl.sampled_metrics(collected, make_config(tiny_policy, tmp_path), 6, None, rl.Failures([]))
     assert found == {"rl/staleness": 2.0}
+
+
+@pytest.mark.usefixtures("no_figures", "few_problems")
+def test_a_run_that_trained_nothing_says_so_first_and_its_report_has_what_was_warned_of(
+    tiny_policy: PolicyConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(
+        base.REWARDS,
+        "correct",
+        replace(
+            base.REWARDS["correct"], make=lambda schema, task: lambda problem, text: 0.0, is_reached=False
+        ),
+    )
+    out = tmp_path / "run"
+    optim = OptimConfig(lr=1e-3, warmup_steps=9)
+    changes: Any = {"rewards": {"correct": 1.0}, "optim": optim, "num_steps": 2, "preflight": "warn"}
+    main(make_config(tiny_policy, out, **changes))
+    printed = capsys.readouterr()
+    idle = "nothing was trained: in none of 2 steps had a group different rewards"
+    assert f"whet: warning: {idle}" in printed.err
+    report = (out / "report.md").read_text(encoding="utf-8")
+    verdict = next(line for line in report.splitlines() if "Finished" in line)
+    assert "Nothing was trained: in none of 2 steps" in verdict.partition("Finished")[0]
+    assert "No warning." not in report
+    for text in (idle, "optim.warmup_steps = 9 and the run has 2 steps", "preflight: "):
+        assert text in report.replace("\\", "").partition("## Warnings")[2], text

@@ -28,7 +28,7 @@ from whet.kernels import dispatch
 from whet.model.lora.files import find_model
 from whet.model.weights import check_weights
 from whet.report.markdown import write_report
-from whet.rewards.base import EPISODE, JUDGE, MODEL, WeightedReward, build_rewards
+from whet.rewards.base import EPISODE, JUDGE, MODEL, TIMEOUT_S, WeightedReward, build_rewards, check_timeout
 from whet.stats import Interval
 from whet.storage.folder import check_folder, open_run
 from whet.tasks.base import OPTIONS, TaskConfig, answer_type_of, check_gold, load_task
@@ -87,6 +87,8 @@ class EvalConfig:
     the sample with the highest reward. Empty: no best@n."""
     reward: tuple[str, ...] = ()
     """Additional rewards of your own: path.py:function, weight 1, or path.py:function=0.5."""
+    reward_timeout_s: float = TIMEOUT_S
+    """Seconds that one call of a reward of your own may take; a longer one gives no score. Calls run in parallel."""
     precision: str = "float32"
     """Dtype of the parameters: float32 or bfloat16."""
     seed: int = 0
@@ -108,6 +110,7 @@ class EvalConfig:
             raise ValueError(
                 "sampling.temperature = 0: greedy is measured anyway; expected above 0 for the samples"
             )
+        check_timeout(self.reward, self.reward_timeout_s)
         if self.precision not in ("float32", "bfloat16"):
             raise ValueError(f"precision = {self.precision!r}: expected float32 or bfloat16")
         wrong = next((k for k in self.k if not 1 <= k <= self.num_samples), None)
@@ -262,8 +265,14 @@ def check_required(config: EvalConfig) -> int:
     return status
 
 
-def run(config: EvalConfig, *, resume: bool = False) -> bool:
-    """Run the evaluation and write its folder; return False where it was finished before."""
+def run(config: EvalConfig, *, resume: bool = False, date: str = "") -> bool:
+    """Run the evaluation and write its folder; return False where it was finished before.
+
+    Args:
+        config: Its settings.
+        resume: Go on with an unfinished one.
+        date: Today for the chat template, as in `load_policy`.
+    """
     folder = Path(config.out)
     if resume and _is_finished(folder):
         open_run(folder, dump_yaml(config), resume=True)
@@ -271,7 +280,7 @@ def run(config: EvalConfig, *, resume: bool = False) -> bool:
         return False
     tasks = {name: (own, load_task(own)) for name, own in task_configs(config).items()}
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
-    policy = load_policy(config.policy, seed=config.seed, dtype=dtype, steers=True)
+    policy = load_policy(config.policy, seed=config.seed, dtype=dtype, date=date, steers=True)
     jobs = [_prepare(config, policy, name, own, task) for name, (own, task) in tasks.items()]
     model = describe_weights(config.policy, policy)
     open_run(folder, dump_yaml(config), resume=resume)
@@ -348,7 +357,9 @@ def _prepare(config: EvalConfig, policy: Policy, name: str, own: TaskConfig, tas
     environment_for(policy.schema, task)  # fails now if a tool is missing
     rewards: list[WeightedReward] = []
     if config.rewards or config.reward:
-        rewards = build_rewards(config.rewards, policy.schema, task, config.reward)
+        rewards = build_rewards(
+            config.rewards, policy.schema, task, config.reward, timeout_s=config.reward_timeout_s
+        )
     if EPISODE in config.rewards and getattr(task, "environment", None) is None:
         raise UserError(f"rewards.episode: task {task.name} has no environment that pays; leave it out")
     wanted = take_problems(task, config.split, config.num_problems)
@@ -357,7 +368,12 @@ def _prepare(config: EvalConfig, policy: Policy, name: str, own: TaskConfig, tas
         raise UserError(
             f"task {task.name}: two problems have the uid {twice!r}; give every problem a unique one"
         )
-    check_gold(task, wanted, "an evaluation compares answers")
+    check_gold(
+        task,
+        wanted,
+        "an evaluation compares answers",
+        instead="compare what models write: whet compare MODEL OTHER --prompts 'A QUESTION'",
+    )
     _check_metrics(config, task)
     check_opponents(config.games)
     problems = fitting_problems(policy, wanted, min_new_tokens=1)
@@ -489,17 +505,36 @@ def _identity(policy: Policy, job: _Job) -> dict[str, Any]:
     """Return the evaluation's identity: results are comparable only if it is equal (`whet.eval.record.differences`)."""
     config = job.config
     return {
+        **_essentials(policy, config),
+        "seed": config.seed,
+        "num_samples": config.num_samples,
+        "left_out": job.num_left_out,
+        "problems_sha256": data_hash(job.problems)[0],
+    }
+
+
+def _essentials(policy: Policy, config: EvalConfig) -> dict[str, Any]:
+    """Return the parts of the identity in which comparable evaluations agree (`whet.eval.record.IDENTITY`)."""
+    return {
         "protocol": policy.protocol(),
         "task": asdict(config.task),
         "split": config.split,
         "sampling": asdict(config.sampling),
         "answer_from": config.answer_from,
         "precision": config.precision,
-        "seed": config.seed,
-        "num_samples": config.num_samples,
-        "left_out": job.num_left_out,
-        "problems_sha256": data_hash(job.problems)[0],
     }
+
+
+def protocol_of(config: EvalConfig, date: str = "") -> dict[str, Any]:
+    """Return what an evaluation of one task will have in its identity that decides whether it can be compared; loads
+    no weights.
+
+    Raises:
+        UserError: If the model's files, or the task's, are missing or malformed.
+    """
+    policy = load_policy(config.policy, seed=config.seed, weights=False, date=date, steers=True)
+    policy.expect(answer_type_of(load_task(config.task)))
+    return json.loads(json.dumps(_essentials(policy, config)))
 
 
 def _report(folder: Path, summary: dict[str, Any], result: EvalResult) -> None:

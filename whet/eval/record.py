@@ -177,17 +177,19 @@ def differences(a: StoredEval, b: StoredEval) -> list[str]:
     Returns:
         Such as `protocol.system_prompt (True, False)`; long values are omitted.
     """
-    one, two = a.summary["identity"], b.summary["identity"]
-    found: list[str] = []
-    for part in IDENTITY:
-        if part in one or part in two:
-            found += unequal(part, one.get(part), two.get(part))
+    found = unlike(a.summary["identity"], b.summary["identity"])
     shared = a.greedy.keys() & b.greedy.keys()
     if not shared:
         found.append("problems (none in common)")
     elif any(a.greedy[uid]["gold"] != b.greedy[uid]["gold"] for uid in shared):
         found.append("gold answers of the same problems")
     return found
+
+
+def unlike(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+    """Return where two identities differ that have to agree, as `differences` does."""
+    parts = (part for part in IDENTITY if part in one or part in two)
+    return [text for part in parts for text in unequal(part, one.get(part), two.get(part))]
 
 
 def unequal(name: str, a: Any, b: Any) -> list[str]:

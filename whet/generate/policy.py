@@ -683,6 +683,15 @@ class Policy:
         (folder / "protocol.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
+def written_date(folder: Path) -> str:
+    """Return the date that a run's prompts were written with, for a resume on another day; '' before its first
+    checkpoint, or if its template has none."""
+    saved = sorted(folder.glob("checkpoints/[!.]*/protocol.json"))  # no half-written one in a hidden folder
+    path = next((path for path in (folder / "protocol.json", *saved) if path.is_file()), None)
+    date = read_json(path).get("date", "") if path is not None else ""
+    return date if isinstance(date, str) else ""
+
+
 def parse_device(name: str) -> torch.device | None:
     """Return the device that a name means, available or not; None for 'auto'.
 

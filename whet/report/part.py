@@ -19,8 +19,8 @@ from whet.report.follow import is_summed_up
 from whet.report.plots import Series
 from whet.report.samples import Scan, find_samples, read_json, scan
 from whet.stats import Interval, bootstrap_interval, wilson_interval
-from whet.telemetry.health import HISTORY_ROWS, find_warnings
-from whet.telemetry.log import as_number, clean_metrics, leads_out, parse_row
+from whet.telemetry.health import HISTORY_ROWS, IDLE, find_warnings
+from whet.telemetry.log import WARNINGS, as_number, clean_metrics, leads_out, parse_row, read_rows
 from whet.telemetry.metrics import METRICS, find_metric, format_metric
 
 KINDS = {
@@ -143,7 +143,7 @@ def read_part(folder: Path, name: str) -> Part:
         recent: dict[str, deque[dict[str, Any]]] = {}
         part.curves = collect(_rows(part, recent))
         part.stages = list(recent)
-        part.findings = sorted(
+        part.findings = _warned(folder) or sorted(
             found for stage, rows in recent.items() for found in _findings(stage, list(rows))
         )
     elif part.kind != "eval":
@@ -283,13 +283,15 @@ def _verdict(part: Part, cards: Sequence[Mapping[str, str]]) -> tuple[str, str]:
         "stopped": f"Stopped at step {part.last_step:,}{of} without a summary: killed, or interrupted.",
     }[part.state]
     told = [f"{card['label'].capitalize()} {card['value']}{card['began']}." for card in cards[:2]]
+    idle = [text for _, text in part.findings if text.startswith(IDLE)]
+    told = [f"{text[0].upper()}{text[1:]}." for text in idle] + told
     count = len(part.findings)
-    if part.kind in ("rl", "sft"):
+    if part.kind in ("rl", "sft") or count:
         told.append(f"{count} warning{'s' * (count != 1)}." if count else "No warning.")
     remark = part.evaluation.get("remark")
     told += [remark[0].upper() + remark[1:]] if isinstance(remark, str) and remark else []
-    tone = "bad" if part.state == "stopped" else "warn" if count or remark else "good"
-    return " ".join([state, *told]), tone
+    tone = "bad" if part.state == "stopped" or idle else "warn" if count or remark else "good"
+    return " ".join([*told[: len(idle)], state, *told[len(idle) :]]), tone
 
 
 def _cards(part: Part) -> list[dict[str, str]]:
@@ -423,6 +425,16 @@ def _say_damage(part: Part, name: str, num_bad: int, num_torn: int) -> None:
         part.missing.append(f"{num_bad:,} damaged line{'s' * (num_bad > 1)} of {name} skipped")
     if num_torn:
         part.missing.append(f"the last line of {name} is cut off and was skipped")
+
+
+def _warned(folder: Path) -> list[tuple[int, str]]:
+    """Return what a run warned of as it was printed, each once; [] for one of an earlier version, which kept nothing."""
+    found = (
+        (int(step), text)
+        for row in read_rows(folder / WARNINGS)
+        if (step := as_number(row.get("step"))) is not None and isinstance(text := row.get("text"), str)
+    )
+    return sorted(dict.fromkeys(found), key=lambda one: one[0]) if (folder / WARNINGS).is_file() else []
 
 
 def _findings(stage: str, rows: list[dict[str, Any]]) -> list[tuple[int, str]]:

@@ -12,7 +12,7 @@ from typing import Protocol
 from whet.rewards.presets import CHESS, PRESETS, Preset, program_keywords, program_loads, program_tests
 from whet.sandbox.graders.graders import GraderPool, Outcome
 from whet.schema import ResponseSchema
-from whet.types import LARGEST_REWARD, Problem, Reward, Task, UserError
+from whet.types import LARGEST_REWARD, Problem, Reward, Task, UnreadError, UserError
 
 EPISODE = "episode"
 """Name of an environment's per-turn rewards; they are not a function of the text."""
@@ -21,8 +21,8 @@ JUDGE = "judge"
 MODEL = "model"
 """Name of a reward model's score (`whet.generate.reward_model`)."""
 ELSEWHERE = (EPISODE, JUDGE, MODEL)
-DEADLINE_S = 2.0
-"""Deadline of one call of a user's reward."""
+TIMEOUT_S = 2.0
+"""Seconds that one call of a user's reward may take, unless the run says otherwise."""
 MEMORY_MIB = 2048
 FAILURE_LIMIT, MIN_BATCH = 0.5, 8
 """A larger share of errors, in a batch of at least this size, stops the run: the function is wrong, not a
@@ -124,6 +124,20 @@ def parse_own(text: str) -> tuple[str, str, float]:
     return spec, name, weight
 
 
+def check_timeout(reward: Sequence[OwnReward], timeout_s: float) -> None:
+    """Refuse a time for rewards of the user's own that none can have, or that nothing reads.
+
+    Raises:
+        ValueError: With what is expected.
+    """
+    if not 0 < timeout_s < math.inf:
+        raise ValueError(f"reward_timeout_s = {timeout_s}: expected a time above 0 seconds")
+    if timeout_s != TIMEOUT_S and not reward:
+        raise UnreadError(
+            "reward_timeout_s is read with a reward of your own (--reward); leave it out", "reward_timeout_s"
+        )
+
+
 def own_name(reward: OwnReward) -> str:
     """Return the name of a user's reward.
 
@@ -149,8 +163,8 @@ class Pool(Protocol):
         ...
 
 
-def own_pool(reward: OwnReward) -> GraderPool:
-    """Start the killable worker processes in which the user's function runs, with a deadline.
+def own_pool(reward: OwnReward, timeout_s: float = TIMEOUT_S) -> GraderPool:
+    """Start the killable worker processes in which the user's function runs, each call with a deadline.
 
     Raises:
         UserError: If it is malformed, there is no such function, or it cannot be sent to a worker process.
@@ -162,11 +176,15 @@ def own_pool(reward: OwnReward) -> GraderPool:
         if not Path(place).is_file():
             raise UserError(f"reward {reward!r}: no file {place!r}; check --reward")
     takes = ("problem", "completion")
-    return GraderPool(function, deadline_s=DEADLINE_S, memory_mib=MEMORY_MIB, parameters=takes)
+    return GraderPool(function, deadline_s=timeout_s, memory_mib=MEMORY_MIB, parameters=takes)
 
 
 def own_reward(
-    reward: OwnReward, pool: Pool | None = None, failures: Failures | None = None
+    reward: OwnReward,
+    pool: Pool | None = None,
+    failures: Failures | None = None,
+    *,
+    timeout_s: float = TIMEOUT_S,
 ) -> WeightedReward:
     """Make a reward from the user's function, which runs in killable worker processes with a deadline.
 
@@ -176,6 +194,7 @@ def own_reward(
         reward: The function (also one of the main script or of a notebook), or its 'path.py:function'.
         pool: Where it runs; None starts `own_pool`.
         failures: Where calls that gave no score are counted; None for a count of its own.
+        timeout_s: Seconds that one call may take.
 
     Raises:
         UserError: If it is malformed, there is no such function, or it cannot be sent to a worker process.
@@ -184,7 +203,7 @@ def own_reward(
     if isinstance(reward, str):
         spec, _, weight = parse_own(reward)
         place = spec.rpartition(":")[0]
-    where = own_pool(reward) if pool is None else pool
+    where = own_pool(reward, timeout_s) if pool is None else pool
     failures = Failures() if failures is None else failures
 
     def score(items: Sequence[Item]) -> list[float | None]:
@@ -205,7 +224,9 @@ def own_reward(
             if outcome.kind != "ok" or value is not None:
                 failures.count += 1
                 failures.latest = (
-                    message or outcome.kind if outcome.kind != "timeout" else f"took over {DEADLINE_S:g} s"
+                    message or outcome.kind
+                    if outcome.kind != "timeout"
+                    else f"took over {timeout_s:g} s; --reward-timeout-s {5 * timeout_s:g} allows more"
                 )
             scores.append(None)
         num_failed = sum(outcome.kind == "error" for outcome in outcomes)
@@ -219,7 +240,12 @@ def own_reward(
 
 
 def build_rewards(
-    weights: Mapping[str, float], schema: ResponseSchema, task: Task, own: Sequence[OwnReward] = ()
+    weights: Mapping[str, float],
+    schema: ResponseSchema,
+    task: Task,
+    own: Sequence[OwnReward] = (),
+    *,
+    timeout_s: float = TIMEOUT_S,
 ) -> list[WeightedReward]:
     """Make the rewards of a run.
 
@@ -229,6 +255,7 @@ def build_rewards(
         schema: The schema that prompts and rewards share.
         task: Judges answers.
         own: The user's rewards, as `own_reward` reads them.
+        timeout_s: Seconds that one call of them may take.
 
     Returns:
         The built-in rewards in the order of the table, then the user's.
@@ -261,7 +288,7 @@ def build_rewards(
         if name in weights
     ]
     elsewhere = [WeightedReward(name, weights[name], best=None) for name in ELSEWHERE if name in weights]
-    return [*built_in, *elsewhere, *map(own_reward, own)]
+    return [*built_in, *elsewhere, *(own_reward(reward, timeout_s=timeout_s) for reward in own)]
 
 
 def score_completions(

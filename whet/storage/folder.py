@@ -30,7 +30,10 @@ _locks: dict[Path, int] = {}
 """Run folders that this process has locked, and the file descriptor of each lock."""
 # Files of a run that ended before its first result; the next run may replace them.
 BEGINNINGS = frozenset(
-    {"config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "provenance.json", "heartbeats"}
+    {
+        *("config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "warnings.jsonl"),
+        *("provenance.json", "heartbeats"),
+    }
 )
 # Files that stay valid for the next run in the folder: judge scores that were paid for.
 REUSABLE = frozenset({"judge.jsonl", "quarantine.jsonl"})
@@ -184,7 +187,7 @@ def _is_unused(folder: Path) -> bool:
     found = {path.name: path for path in folder.iterdir()} if folder.is_dir() else {"": folder}
     found.pop(PARTIAL, None)
     begun = {name: path for name, path in found.items() if name not in REUSABLE}
-    logs = [path for path in begun.values() if path.suffix == ".jsonl"]
+    logs = [path for name, path in begun.items() if path.suffix == ".jsonl" and name != "warnings.jsonl"]
     is_beginning = "config.yaml" in found and begun.keys() <= BEGINNINGS
     return not found or (is_beginning and all(path.stat().st_size == 0 for path in logs))
 

@@ -184,14 +184,39 @@ def _trend_problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return problems
 
 
-def dead_reason(values: Mapping[str, float]) -> str:
+IDLE = "nothing was trained"
+"""How the warning about a run begins that changed nothing; reports say it first."""
+
+
+def idle_reason(rows: Sequence[Mapping[str, Any]], changes: Mapping[str, float]) -> str:
+    """Return why a run has trained nothing, and the remedy; '' where it has, or where that is not known.
+
+    Args:
+        rows: Its rows of metrics, oldest first.
+        changes: Share of the weights that changed, as `whet.train.session.write_changes` returns it.
+    """
+    signals = [row["rl/groups_with_signal"] for row in rows if row.get("rl/groups_with_signal") is not None]
+    has_signal = not signals or any(signals) or any("rl/teacher_kl" in row for row in rows)
+    if has_signal and changes.get("weights_changed", 1.0) > 0:
+        return ""
+    if has_signal:
+        return f"{IDLE}: no weight changed; raise optim.lr, or check the data and the rewards"
+    last = rows[-1]
+    if last.get("rl/unscorable") and any(row.get("rl/reward_failures") for row in rows):
+        why = "rewards gave no score: look for 'null' in samples.jsonl and mend them"
+    else:
+        why = dead_reason(last)
+    return f"{IDLE}: in none of {len(signals):,} steps had a group different rewards; {why}"
+
+
+def dead_reason(values: Mapping[str, Any]) -> str:
     """Return why no group of a step had a signal, and the remedy."""
-    if values["rl/all_wrong_groups"] > SAME_SHARE:
+    if (values.get("rl/all_wrong_groups") or 0.0) > SAME_SHARE:
         return (
             "every answer is wrong: start from a better model (fine-tune first), use easier problems or more samples "
             "per prompt"
         )
-    if values["rl/all_right_groups"] > SAME_SHARE:
+    if (values.get("rl/all_right_groups") or 0.0) > SAME_SHARE:
         return "every answer is right: use harder problems"
     return (
         "all groups have equal rewards: use problems of medium difficulty (curriculum.num_samples measures them), "

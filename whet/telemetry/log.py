@@ -17,6 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from whet.telemetry.metrics import RENAMED, find_metric
 from whet.types import Group, Problem, Sample, UserError
 
 RENAMED_KEYS = tuple((f'"{old}'.encode(), f'"{new}'.encode()) for old, new in RENAMED.items())
+WARNINGS = "warnings.jsonl"
+"""File of a run with what it warned of: `step` and `text`."""
 MAX_NUMBER = 1e90
 MAX_TIME_S = 2.0**33
 """Upper bound of a plausible time of a run."""
@@ -75,6 +78,7 @@ class RunLog:
         if enabled:
             for stale in run_dir.glob(".*.partial"):  # of a killed `replace_file`
                 stale.unlink(missing_ok=True)
+            _mend(run_dir / WARNINGS, resume_step)
             for name in ("metrics.jsonl", "samples.jsonl"):
                 path = run_dir / name
                 try:
@@ -211,6 +215,12 @@ class RunLog:
             print(
                 f"warning: {name} could not be written ({error.strerror}); the run continues", file=sys.stderr
             )
+
+
+def write_warning(run_dir: Path, step: int, text: str) -> None:
+    """Keep a warning for the run's report; it was printed, so a disk error is no reason to stop."""
+    with suppress(OSError), (run_dir / WARNINGS).open("a", encoding="ascii") as file:
+        file.write(json.dumps({"step": step, "text": _encodable(text)}) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

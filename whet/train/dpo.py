@@ -68,6 +68,7 @@ from whet.train.session import (
     finish,
     load_trained,
     open_folder,
+    question_of,
     watched,
     write_origin,
 )
@@ -739,5 +740,6 @@ def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None =
     note = f"{len(kept):,} pairs of {len({pair.uid for pair in kept}):,} prompts; {len(held_out):,} pairs held out"
     with tracking:
         fit.train(EpochOrder(kept, config.seed), title="dpo", notes=[note])
-    run.write_summary({"train_pairs": len(kept), "held_out_pairs": len(held_out)})
+    asked = question_of(None, validated_on or trained_on) if config.pairs else {}
+    run.write_summary({"train_pairs": len(kept), "held_out_pairs": len(held_out), **asked})
     return policy

@@ -45,7 +45,16 @@ from whet.train.rollout.rollout import age_metrics, longest_sequence, rollout_me
 from whet.train.rollout.self_play import SelfPlayOrder
 from whet.train.rollout.source import Collected, DataOrder, RolloutSource
 from whet.train.run import Held, Run
-from whet.train.session import TrainStep, begin, end_check, finish, open_folder, watched, write_origin
+from whet.train.session import (
+    TrainStep,
+    begin,
+    end_check,
+    finish,
+    open_folder,
+    question_of,
+    watched,
+    write_origin,
+)
 from whet.train.setup import audit_parts, load_rl
 from whet.types import Group, Problem, Task, UserError
 
@@ -203,14 +212,14 @@ def _steps(config: RLConfig, resume: Resume) -> Generator[TrainStep, None, Polic
                             metrics |= validate(config, policy, task, held_out)
                     run.log_step(metrics, [*groups, *rest_of(collected)])
                     for line in failures.news():
-                        run.display.note(line, warning=True)
+                        run.warn(line)
                     if config.show_samples_every and run.step % config.show_samples_every == 0:
                         run.display.note(sample_note(collected.rollout.groups[0]))
                     trust.check(run.step, metrics)
                     done = run.end_step(held, groups)
                     trust.check_judge(run.step, metrics)
                 yield done
-    run.write_summary({"sampler_vs_trainer": str(probe)})
+    run.write_summary({"sampler_vs_trainer": str(probe), **question_of(task, setup.problems)})
     return policy
 
 

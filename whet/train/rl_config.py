@@ -13,7 +13,7 @@ from whet.generate.sampling import SamplingParams
 from whet.model.lora.side import LoRAConfig
 from whet.ranks.fsdp import ParallelConfig, is_balanced
 from whet.ranks.ray import ClusterConfig
-from whet.rewards.base import JUDGE, MODEL, parse_own
+from whet.rewards.base import JUDGE, MODEL, TIMEOUT_S, check_timeout, parse_own
 from whet.rewards.judge.judge import JudgeConfig
 from whet.tasks.base import TaskConfig
 from whet.telemetry.trackers import TrackConfig
@@ -45,6 +45,8 @@ class RLConfig:
     """Weight of each built-in reward by name; 'episode' is what the task's environment pays."""
     reward: tuple[str, ...] = ()
     """Rewards of your own: path.py:function, weight 1, or path.py:function=0.5."""
+    reward_timeout_s: float = TIMEOUT_S
+    """Seconds that one call of a reward of your own may take; a longer one gives no score. Calls run in parallel."""
     reward_model: str = ""
     """Reward model whose score is the reward 'model', of weight 1 unless rewards.model says otherwise: run folder of
     whet dpo --loss reward, folder or hub name of a sequence classifier with one label."""
@@ -131,6 +133,7 @@ class RLConfig:
                 f"value.warmup_steps = {self.value.warmup_steps}: expected below num_steps = {self.num_steps}, or the "
                 "policy is never trained"
             )
+        check_timeout(self.reward, self.reward_timeout_s)
         if self.sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature = 0: greedy rollouts have no ratio and no variety; use 1.0 for training"

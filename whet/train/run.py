@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,8 +19,8 @@ from whet.ranks.fsdp import ParallelConfig
 from whet.storage.checkpoint import Resume
 from whet.telemetry.display import Display, open_display
 from whet.telemetry.hardware import HardwareMonitor
-from whet.telemetry.health import HISTORY_ROWS, health_warnings, past_rows
-from whet.telemetry.log import RunLog
+from whet.telemetry.health import HISTORY_ROWS, health_warnings, idle_reason, past_rows
+from whet.telemetry.log import RunLog, write_warning
 from whet.telemetry.spans import span, spanned
 from whet.telemetry.trackers import Tracking
 from whet.train.optim.step import Optimizer, learning_rate, shard_layers, warm_up_warning
@@ -178,8 +179,14 @@ class Run:
                 self.display.note(note)
             for warning in (*warnings, warm_up_warning(self._config.optim, self._config.num_steps)):
                 if warning:
-                    self.display.note(warning, warning=True)
+                    self.warn(warning, is_kept=not self.step)
             yield
+
+    def warn(self, text: str, *, is_kept: bool = True) -> None:
+        """Print a warning between the steps, and keep it for the report."""
+        self.display.note(text, warning=True)
+        if is_kept and rank() == 0:
+            write_warning(self._folder, self.step, text)
 
     def steps(self, end: int | None = None) -> Iterator[int]:
         """Yield the number of steps done, until `end` (default: the end of the run); `end_update` counts on.
@@ -294,14 +301,14 @@ class Run:
             if groups is not None:  # all ranks write together, also one that has no group
                 self._log.write_samples(self.step, groups)
         for warning in health_warnings(self.stage, values, self._history):
-            self.display.note(warning, warning=True)
+            self.warn(warning)
         self._history = [*self._history, {"step": self.step, **values}][-HISTORY_ROWS:]
         self.display.update(self.step, values)
         if self._num_overflows:
             text = f"step {self.step}: gradients overflowed in float16, the update was left out; "
             self.display.note(f"{text}loss scale {self.optimizer.loss_scale:g} from here on")
         if self._skipped.count:
-            self.display.note(self._skipped.tell(self.step, REMEDY), warning=True)
+            self.warn(self._skipped.tell(self.step, REMEDY))
 
     def end_step(self, held: Callable[[], Held], groups: Sequence[Group] = ()) -> TrainStep:
         """Save the step where that is due.
@@ -351,7 +358,10 @@ class Run:
         content: dict[str, float | str] = {
             name.removeprefix(f"{self.stage}/"): value for name, value in self.last.items()
         }
-        content |= {**extra, **write_changes(self._config)}
+        content |= {**extra, **(changes := write_changes(self._config))}
+        if text := idle_reason(past_rows(self._folder, self.stage, self.step), changes):
+            write_warning(self._folder, self.step, text)
+            print(f"whet: warning: {text}", file=sys.stderr, flush=True)
         if self.best is not None:
             content[f"best_{self._best_name.rpartition('/')[2]}"] = self.best
         (self._folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -22,7 +22,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from whet.config import dump_yaml, user_path
-from whet.generate.policy import Policy, PolicyConfig, load_policy, resolve_device
+from whet.eval.compare.asked import FILES
+from whet.generate.policy import Policy, PolicyConfig, load_policy, resolve_device, written_date
 from whet.kernels import dispatch
 from whet.model.changes import CHANGES, changed_weights
 from whet.model.config import has_experts
@@ -39,12 +40,12 @@ from whet.sandbox.reentry import refuse_reentry
 from whet.storage.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step
 from whet.storage.commit import DiskFullError, commit_folder
 from whet.storage.folder import check_folder, displaced, open_run
-from whet.tasks.base import TaskConfig, tasks_of, told_of
+from whet.tasks.base import TaskConfig, check_gold, tasks_of, told_of
 from whet.tasks.chess.task import KINDS
 from whet.tasks.quarantine import write_quarantine
 from whet.telemetry import heartbeat
 from whet.telemetry.heartbeat import SHOW_CURSOR, Heartbeat
-from whet.telemetry.log import replace_file
+from whet.telemetry.log import replace_file, write_warning
 from whet.telemetry.provenance import inputs_of, known_inputs, write_environment, write_provenance
 from whet.telemetry.trackers import TrackConfig, Tracking
 from whet.train.optim.safety import SafetyConfig, set_deterministic
@@ -274,15 +275,6 @@ def _refuse_whole(config: RunConfig, policy: Policy) -> None:
         )
 
 
-def written_date(folder: Path) -> str:
-    """Return the date that a run's prompts were written with, for a resume on another day; '' before its first
-    checkpoint, or if its template has none."""
-    saved = sorted(folder.glob("checkpoints/[!.]*/protocol.json"))  # no half-written one in a hidden folder
-    path = next((path for path in (folder / "protocol.json", *saved) if path.is_file()), None)
-    date = read_json(path).get("date", "") if path is not None else ""
-    return date if isinstance(date, str) else ""
-
-
 def begin(config: RunConfig, *, watch: bool = False) -> Tracking:
     """Fix kernels and the order of sums, and load the trackers: a missing package ends the run before it starts.
 
@@ -381,6 +373,10 @@ def write_origin(
         if source is not None:
             said = [*told_of(source, len(problems)), write_quarantine(Path(config.out), source)]
             print("".join(f"whet: {text}\n" for text in said if text), end="", flush=True)
+            if not (Path(config.out) / "checkpoints").exists():  # not again when it is resumed
+                for text in said:
+                    if text.startswith("warning: "):
+                        write_warning(Path(config.out), 0, text.removeprefix("warning: "))
 
     on_main(write)
 
@@ -446,20 +442,81 @@ def write_changes(config: RunConfig) -> dict[str, float]:
 
 def next_steps(config: RunConfig) -> str:
     """Say what one does with a run that is done; the commands can be pasted."""
-    run = shlex.quote(config.out)
-    if getattr(config, "loss", "") == "reward":
-        return f"next: whet rl own --reward-model {run} --model MODEL --data FILE | whet report {run}"
+    run, before = shlex.quote(config.out), config.policy.adapter or config.policy.init
     task = None if getattr(config, "pairs", "") else getattr(config, "task", None)
-    data = " --task TASK" if task is None else f" --task {shlex.quote(task.name)}"
-    if task is not None and task.path:  # without data of one's own nothing names its columns
-        data += f" --data {shlex.quote(task.path)}"
-        named = ((name, getattr(task, name, "")) for name in ("config", "split", "prompt", "answer"))
-        data += "".join(f" --eval.task.{name} {shlex.quote(value)}" for name, value in named if value)
-    if task is not None and task.name == "mixture":
-        data = _mixture_words(task)
-    compared = f" | whet compare {shlex.quote(config.policy.init)} {run}{data}" if config.policy.init else ""
     talk = "chat" if task is None else _talk_of(task)
-    return f"next: {f'whet {talk} {run} | ' if talk else ''}whet report {run}{compared}"
+    compared = _comparison(config, task)
+    if getattr(config, "loss", "") == "reward":
+        talk = compared = ""
+        words = ["whet", "rl", "own", "--reward-model", config.out, "--model", before]
+        pairs = ["--data", config.pairs, "--rewards", "model", "1"] if getattr(config, "pairs", "") else []
+        compared = shlex.join([*words, *pairs]) if before else ""
+    steps = [f"whet {talk} {run}" if talk else "", f"whet report {run}", compared if before else ""]
+    return f"next: {' | '.join(filter(None, steps))}"
+
+
+QUESTION = "question"
+"""Name in summary.json of a prompt from data without gold answers, by which such a run is compared."""
+MAX_QUESTION, ANY_QUESTION = 120, "Who are you?"
+
+
+def question_of(task: Task | None, problems: Sequence[Problem]) -> dict[str, str]:
+    """Return a short prompt of data whose answers cannot be judged, for summary.json; {} where they can.
+
+    Args:
+        task: Their task; None for preference pairs.
+        problems: The problems.
+    """
+    if task is not None:
+        try:
+            check_gold(task, problems, "")
+        except UserError:
+            pass
+        else:
+            return {}
+    prompts = (problem.prompt.strip() for problem in problems)
+    # As a word of a command: one line, no option, no file.
+    fitting = (
+        text
+        for text in prompts
+        if 0 < len(text) <= MAX_QUESTION
+        and text.isprintable()
+        and text[0] != "-"
+        and not text.endswith(FILES)
+    )
+    return {QUESTION: next(fitting, ANY_QUESTION)}
+
+
+def _comparison(config: RunConfig, task: TaskConfig | None) -> str:
+    """Return the command that compares a run with what it began from: on its task, or by a prompt where no answer can
+    be judged."""
+    words = ["whet", "compare", config.policy.adapter or config.policy.init, config.out]
+    summary = Path(config.out) / "summary.json"
+    question = read_json(summary).get(QUESTION) if summary.is_file() else None
+    if task is None or question:
+        return shlex.join([*words, "--prompts", str(question or ANY_QUESTION)])
+    return shlex.join([*words, *_task_words(task)])
+
+
+def _task_words(task: TaskConfig) -> list[str]:
+    """Return the options that evaluate a model on a task; of a mixture of chess that is chess's own evaluation."""
+    tasks = tasks_of(task)
+    if task.name == "mixture" and tasks <= KINDS.keys() and "chess-policy" in tasks:
+        layout = ["--eval.task.layout", task.layout] if task.layout != "padded" else []
+        return ["--task", "chess", *layout]
+    words = ["--task", task.name, *(["--data", task.path] if task.path else [])]
+    for item in fields(task):
+        value = getattr(task, item.name)
+        if item.name in ("name", "path") or value in (item.default, {}):
+            continue
+        words.append(f"--eval.task.{item.name.replace('_', '-')}")
+        if isinstance(value, dict):
+            words += [
+                f"{part:g}" if isinstance(part, float) else part for pair in value.items() for part in pair
+            ]
+        elif value is not True:
+            words.append(str(value))
+    return words
 
 
 def _talk_of(task: TaskConfig) -> str:
@@ -468,18 +525,6 @@ def _talk_of(task: TaskConfig) -> str:
     if not tasks <= KINDS.keys():
         return "chat"
     return "chess" if tasks & {"chess-policy", "chess-reason", "chess"} else ""
-
-
-def _mixture_words(task: TaskConfig) -> str:
-    """Return the options that evaluate a model of a mixture: of chess its own evaluation, else the same mixture."""
-    tasks = tasks_of(task)
-    if tasks <= KINDS.keys() and "chess-policy" in tasks:
-        layout = f" --eval.task.layout {task.layout}" if task.layout != "padded" else ""
-        return f" --task chess{layout}"
-    weights = [word for label, weight in task.weights.items() for word in (label, f"{weight:g}")]
-    paths = [word for pair in task.paths.items() for word in pair]
-    words = ["--task", "mixture", "--eval.task.weights", *weights]
-    return f" {shlex.join([*words, *(['--eval.task.paths', *paths] if paths else [])])}"
 
 
 class Stopped(SystemExit):

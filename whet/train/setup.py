@@ -204,7 +204,9 @@ def load_rl(config: RLConfig, *, weights: bool = True) -> RLSetup:
             f"the reward {comparing[0]!r} compares answers",
             instead=f"reward something else: --rewards {words}{'' if config.reward else ' --reward FILE.py:FUNCTION'}",
         )
-    rewards = build_rewards(config.rewards, policy.schema, task, config.reward)
+    rewards = build_rewards(
+        config.rewards, policy.schema, task, config.reward, timeout_s=config.reward_timeout_s
+    )
     left_out = len(problems) - len(kept)
     return RLSetup(
         config=config,

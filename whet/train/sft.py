@@ -48,6 +48,7 @@ from whet.train.session import (
     finish,
     load_trained,
     open_folder,
+    question_of,
     watched,
     write_origin,
 )
@@ -404,5 +405,7 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
         notes.insert(0, f"{left_out} of {len(problems)} demonstrations do not fit the context; skipped")
     with tracking:
         fit.train(data_order(task, kept, config.seed), title=f"sft {task.name}", notes=notes)
-    run.write_summary({"train_problems": len(kept), "left_out": left_out})
+    run.write_summary(
+        {"train_problems": len(kept), "left_out": left_out, **question_of(task, held_out or kept)}
+    )
     return policy

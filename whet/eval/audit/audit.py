@@ -19,7 +19,15 @@ from whet.eval.audit.dispute import Disputed, dispute, dispute_samples, has_math
 from whet.eval.evaluate import take_problems
 from whet.eval.grade import judge_answers
 from whet.install import install_command
-from whet.rewards.base import WeightedReward, best_total, build_rewards, score_completion, score_completions
+from whet.rewards.base import (
+    TIMEOUT_S,
+    WeightedReward,
+    best_total,
+    build_rewards,
+    check_timeout,
+    score_completion,
+    score_completions,
+)
 from whet.schema import ResponseSchema, find_schema
 from whet.storage.folder import check_folder, dated, open_run
 from whet.tasks.base import TaskConfig, load_task
@@ -35,6 +43,12 @@ SECONDS_PER_CALL = 1.0
 NEAR_MISSES = 0.5
 """Share of near misses that may count as right: some tasks have several answers."""
 NUM_PREFLIGHT = 3
+PREFLIGHT_S = 20.0
+"""Seconds after which a preflight tries no further case: rewards and judges may be slow."""
+TOLD_S = 3.0
+"""Seconds without a line after which a preflight says how far it is."""
+AT_ONCE = 16
+"""Completions that the user's rewards score together."""
 NUM_SHOWN = 5
 SHOWN_CHARACTERS = 60
 
@@ -53,6 +67,8 @@ class AuditConfig:
     """Weight of each built-in reward by name."""
     reward: tuple[str, ...] = ()
     """Your own rewards: path.py:function, or path.py:function=0.5."""
+    reward_timeout_s: float = TIMEOUT_S
+    """Seconds that one call of a reward of your own may take; a longer one gives no score. Calls run in parallel."""
     split: str = "train"
     """Split of the data."""
     num_problems: int = 100
@@ -63,6 +79,7 @@ class AuditConfig:
     def __post_init__(self) -> None:
         if self.num_problems < 0:
             raise ValueError(f"num_problems = {self.num_problems}: expected 0 (all) or more")
+        check_timeout(self.reward, self.reward_timeout_s)
 
 
 @dataclass(slots=True)
@@ -109,6 +126,7 @@ class Audit:
         seconds: Times of single judgements and scores.
         peak_bytes: Largest increase of memory during one score.
         disputed: Rows of the sheet.
+        num_skipped: Cases, and whole problems, that were left out for lack of time.
     """
 
     checks: list[Check]
@@ -117,16 +135,29 @@ class Audit:
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     disputed: list[Disputed] = field(default_factory=list)
+    num_skipped: int = 0
 
 
 class _Auditor:
     """Tests the claims, one problem after the other."""
 
-    def __init__(self, task: Task, rewards: Sequence[WeightedReward], schema: ResponseSchema) -> None:
+    def __init__(
+        self,
+        task: Task,
+        rewards: Sequence[WeightedReward],
+        schema: ResponseSchema,
+        limit_s: float = math.inf,
+        tell: Callable[[int], object] = lambda _: None,
+    ) -> None:
         self.task = task
+        self.ends_at, self.tell = time.monotonic() + limit_s, tell
+        self.num_skipped = 0
         # Rewards of an environment or judge are not functions of the text, so they cannot be tested here.
         self.rewards = [reward for reward in rewards if reward.function or reward.many]
         self.is_whole = len(self.rewards) == len(rewards)
+        # Those of the user run in a pool of processes, many at once, and each call has a deadline there.
+        self.pooled = [reward for reward in self.rewards if reward.many is not None]
+        self.scores: dict[tuple[str, str], dict[str, float | None]] = {}
         self.schema = schema
         self.gold = Check("a right answer in the right format reaches the maximum")
         self.paying = Check("the rewards pay for the answer, not for the format alone", is_required=False)
@@ -146,10 +177,16 @@ class _Auditor:
     def try_problem(self, problem: Problem, *, is_measured: bool) -> None:
         """Test every claim on one problem."""
         ideal = self._render(problem.answer, problem.solution)
+        wrong = getattr(self.task, "wrong_answer", lambda p: mutated_answer(p.answer))(problem)
+        hostile = [(name, text) for name, text in hostile_answers(problem, wrong) if name != "near miss"]
+        texts = [self._render(text) for text in ("no answer", wrong, *(text for _, text in hostile))]
+        self._score_ahead(problem, [ideal])
         best = self._total(problem, ideal)
         self._try_gold(problem, best, ideal)
         if best is None:
             return
+        # The first batch is always tried, the others while there is time.
+        self._score_ahead(problem, ["", *texts])
         spellings = getattr(self.task, "other_spellings", lambda p: rewritten_answers(p.answer))(problem)
         for spelling in (*spellings, *problem.other_answers):
             self.spelled.add(
@@ -163,12 +200,12 @@ class _Auditor:
                 pays,
                 lambda: f"{problem.uid}: 'no answer' in the right format pays {_number(nothing)} of {best:g}",
             )
-        wrong = getattr(self.task, "wrong_answer", lambda p: mutated_answer(p.answer))(problem)
-        hostile = [(name, text) for name, text in hostile_answers(problem, wrong) if name != "near miss"]
         for check, name, text in [
             (self.mutated, "near miss", wrong),
             *((self.hostile, name, text) for name, text in hostile),
         ]:
+            if check is self.hostile and not self._has_time(problem, self._render(text)):
+                continue
             verdict = self._is_right(problem, text)
             total = self._total(problem, self._render(text))
             check.add(
@@ -225,10 +262,33 @@ class _Auditor:
                 return f"reward '{reward.name}' gives a perfect completion of problem {problem.uid} no score: {reason}"
         return ""
 
+    def _score_ahead(self, problem: Problem, completions: Sequence[str]) -> None:
+        """Score completions by the user's rewards, many at once; the first few, and the others while there is time."""
+        new = [text for text in dict.fromkeys(completions) if (problem.uid, text) not in self.scores]
+        for start in range(0, len(new) if self.pooled else 0, AT_ONCE):
+            if start and time.monotonic() > self.ends_at:
+                return
+            part = new[start : start + AT_ONCE]
+            began = time.perf_counter()
+            scored = score_completions(self.pooled, [(problem, text) for text in part])
+            self.audit.seconds.append((time.perf_counter() - began) / len(part))
+            self.scores |= {(problem.uid, text): row for text, (row, _) in zip(part, scored, strict=True)}
+            self.tell(len(self.scores))
+
+    def _has_time(self, problem: Problem, completion: str) -> bool:
+        """Say whether a case is tried; count those that are not."""
+        has_scores = not self.pooled or (problem.uid, completion) in self.scores
+        has_time = has_scores and time.monotonic() <= self.ends_at
+        self.num_skipped += not has_time
+        return has_time
+
     def _total(self, problem: Problem, completion: str) -> float | None:
+        self._score_ahead(problem, [completion])
+        known = {name: [score] for name, score in self.scores.get((problem.uid, completion), {}).items()}
         ((_, total),) = self._timed(
-            lambda: score_completions(self.rewards, [(problem, completion)]), completion
+            lambda: score_completions(self.rewards, [(problem, completion)], known), completion
         )
+        self.tell(len(self.scores))
         return total
 
     def _is_right(self, problem: Problem, answer: str) -> bool | None:
@@ -244,14 +304,20 @@ class _Auditor:
             call()
             seconds = min(seconds, time.perf_counter() - began)
         self.audit.seconds.append(seconds)
-        self.quick.add(seconds <= self.limit_s, lambda: f"{seconds:.1f} s for {_show(text)}")
+        self.quick.add(
+            seconds <= self.limit_s,
+            lambda: (
+                f"{seconds:.1f} s for {_show(text)} (a task of your own may allow more: seconds_per_answer = "
+                f"{10 * self.limit_s:g})"
+            ),
+        )
         return result
 
     def _measure(self, problem: Problem, completions: Sequence[str]) -> None:
         """Record the peak memory of one score."""
         for completion in completions:
             tracemalloc.start()
-            score_completions(self.rewards, [(problem, completion)])
+            score_completions([r for r in self.rewards if r not in self.pooled], [(problem, completion)])
             self.audit.peak_bytes = max(self.audit.peak_bytes, tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
 
@@ -264,8 +330,10 @@ def audit_task(
     *,
     num_measured: int = 3,
     on_done: Callable[[int], None] | None = None,
+    limit_s: float = math.inf,
+    tell: Callable[[int], object] = lambda _: None,
 ) -> Audit:
-    """Test every claim on every problem.
+    """Test every claim on every problem, or on as many cases as there is time for.
 
     Args:
         task: Judges answers. If defined, its `wrong_answer(problem)` makes the near misses, its
@@ -275,19 +343,25 @@ def audit_task(
         problems: The problems.
         num_measured: Problems whose memory is measured, which is slow.
         on_done: Called with 1 after each problem.
+        limit_s: Seconds after which hostile cases and further problems are left out.
+        tell: Called with the number of completions that the user's rewards have scored, after each batch.
 
     Raises:
         UserError: If there is no problem, or a reward fails.
     """
     if not problems:
         raise UserError(f"task {task.name}: nothing to audit, the split has no problems; try another --split")
-    auditor = _Auditor(task, rewards, schema)
+    auditor = _Auditor(task, rewards, schema, limit_s, tell)
     judge_answers(task, [(problems[0], problems[0].answer)])  # start workers now: not timed
     score_completions(auditor.rewards, [(problems[0], schema.render("...", problems[0].answer))])
     for number, problem in enumerate(problems):
+        if number and time.monotonic() > auditor.ends_at:
+            auditor.num_skipped += 1
+            continue
         auditor.try_problem(problem, is_measured=number < num_measured)
         if on_done is not None:
             on_done(1)
+    auditor.audit.num_skipped += auditor.num_skipped
     return auditor.audit
 
 
@@ -305,15 +379,29 @@ def preflight(
     shown = [problem for problem in problems if problem.answer][:NUM_PREFLIGHT]
     if not shown:  # no completion is known to be right
         return []
-    audit = audit_task(task, rewards, schema, shown, num_measured=0)
+    began = told = time.monotonic()
+
+    def tell(count: int) -> None:
+        nonlocal told
+        if (now := time.monotonic()) - told > TOLD_S:
+            told = now
+            text = f"trying the rewards before the run: {count} completions, {now - began:.0f} s"
+            print(f"whet: preflight: {text} (at most {PREFLIGHT_S:g} s)", flush=True)
+
+    audit = audit_task(task, rewards, schema, shown, num_measured=0, limit_s=PREFLIGHT_S, tell=tell)
     for check in audit.checks:
         if check.is_refuted:
             raise UserError(
                 f"preflight: {check.failures[0]} (claim: {check.name}; see `whet audit`, or --preflight warn)"
             )
-    return [
-        f"preflight: {check.failures[0]}" for check in audit.checks if check.name == IDLE and check.failures
-    ]
+    doubts = [check.failures[0] for check in audit.checks if check.name == IDLE and check.failures]
+    if audit.num_skipped:
+        num_cases = sum(check.num_cases for check in audit.checks)
+        doubts.append(
+            f"{num_cases:,} cases took {PREFLIGHT_S:g} s, so others were left out: the rewards or the judge are slow "
+            "(`whet audit` tries all)"
+        )
+    return [f"preflight: {text}" for text in doubts]
 
 
 def plan(config: AuditConfig) -> str:
@@ -325,7 +413,7 @@ def _load(config: AuditConfig) -> tuple[Task, ResponseSchema, list[WeightedRewar
     """Return what is audited."""
     task = load_task(config.task)
     schema = find_schema(config.schema)
-    rewards = build_rewards(config.rewards, schema, task, config.reward)
+    rewards = build_rewards(config.rewards, schema, task, config.reward, timeout_s=config.reward_timeout_s)
     return task, schema, rewards, take_problems(task, config.split, config.num_problems)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations, pairwise
@@ -48,13 +48,13 @@ from whet.eval.compare.paired import (
 )
 from whet.eval.evaluate import EvalConfig
 from whet.eval.metrics import BREAKDOWN
-from whet.eval.record import ROW, StoredEval, differences, read_eval
-from whet.generate.policy import PolicyConfig, load_policy
+from whet.eval.record import ROW, StoredEval, differences, read_eval, unlike
+from whet.generate.policy import PolicyConfig, load_policy, written_date
 from whet.generate.sampling import SamplingParams
 from whet.model.changes import changed_directions, changed_weights, measurable, summarise_directions
 from whet.model.changes import describe as describe_changes
 from whet.model.config import ModelConfig
-from whet.model.files import is_hub_name
+from whet.model.files import is_hub_name, read_json
 from whet.model.vision.reading import shown
 from whet.stats import share_interval
 from whet.storage.folder import check_folder, dated, open_run
@@ -273,10 +273,12 @@ def check(config: CompareConfig, resume: bool) -> None:
     folder = Path(config.out or "compare")
     told: list[str] = []
     if config.prompts:
-        for policy in (_policy_of(config, place) for place in places):
-            load_policy(policy, seed=config.seed, weights=False, steers=True)
+        _is_plain(config, _asked_alike([_policy_of(config, place) for place in places]))
     else:
-        for number, job in _jobs(config, places, names, folder).items():
+        jobs = _jobs(config, places, names, folder)
+        if jobs and not config.force:
+            _refuse_unlike(jobs, places, names, _date(places))
+        for number, job in jobs.items():
             told += [f"{names[number]}: {line}" for line in evaluate.inspect(job)]
         for place in filter(_is_evaluation, places):
             read_eval(place, ROW)
@@ -308,16 +310,21 @@ def main(config: CompareConfig, *, resume: bool = False) -> None:
         why = "as the other evaluation" if any(map(_is_evaluation, places)) else "as trained"
         told = f"{job.task.name}/{job.split}, {why}: {job.num_problems} problems x {job.num_samples} samples"
         print(f"evaluated on {told}; --eval RECIPE for something else", flush=True)
-    policies = [_policy_of(config, place) for place in places] if prompts else []
+    policies = _asked_alike([_policy_of(config, place) for place in places]) if prompts else []
+    plain = bool(prompts) and _is_plain(config, policies)
+    date = _date(places)
+    if jobs and not config.force:
+        _refuse_unlike(jobs, places, names, date)
     if needs_work:  # else the folder is created once there is something to write
         open_run(folder, dump_yaml(config), resume=resume)
     if prompts:
         sides = [
-            _ask(config, policy, name, prompts, folder) for policy, name in zip(policies, names, strict=True)
+            _ask(config, policy, name, prompts, folder, plain=plain)
+            for policy, name in zip(policies, names, strict=True)
         ]
         content = describe(sides, names, list(sides[0].greedy))
     else:
-        _evaluate(jobs, names)
+        _evaluate(jobs, names, date)
         sides = [read_eval(jobs[i].out if i in jobs else place, ROW) for i, place in enumerate(places)]
         content = compare(sides, names, config)
     if not needs_work:
@@ -332,13 +339,19 @@ def main(config: CompareConfig, *, resume: bool = False) -> None:
 
 
 def _ask(
-    config: CompareConfig, policy: PolicyConfig, name: str, prompts: Sequence[str], folder: Path
+    config: CompareConfig,
+    policy: PolicyConfig,
+    name: str,
+    prompts: Sequence[str],
+    folder: Path,
+    *,
+    plain: bool,
 ) -> StoredEval:
-    """Run every prompt through a model."""
+    """Run every prompt through a model; `plain` as in `load_policy`."""
     asked = Asked(folder, name, policy.init)
     problems = [own_problem(prompt) for prompt in dict.fromkeys(prompts)]
     asked.ask(
-        load_policy(policy, seed=config.seed, steers=True),
+        load_policy(policy, seed=config.seed, steers=True, plain=plain),
         problems,
         num_samples=config.prompt_samples,
         sampling=config.sampling,
@@ -347,13 +360,13 @@ def _ask(
     return asked.stored()
 
 
-def _evaluate(jobs: Mapping[int, EvalConfig], names: Sequence[str]) -> None:
+def _evaluate(jobs: Mapping[int, EvalConfig], names: Sequence[str], date: str) -> None:
     """Run the evaluations that are missing, one after the other, and say how long the rest will take."""
     began = time.monotonic()
     for count, (place, job) in enumerate(jobs.items()):
         left = f", {clock((time.monotonic() - began) / count * (len(jobs) - count))} left" if count else ""
         print(f"model {count + 1} of {len(jobs)}: {names[place]}{left}", flush=True)
-        evaluate.run(job, resume=(Path(job.out) / "config.yaml").is_file())
+        evaluate.run(job, resume=(Path(job.out) / "config.yaml").is_file(), date=date)
 
 
 def _weights(places: Sequence[str], names: Sequence[str], *, directions: bool) -> list[dict[str, Any]]:
@@ -397,12 +410,9 @@ def compare(sides: Sequence[StoredEval], names: Sequence[str], config: CompareCo
     uids = [uid for uid in sorted(sides[0].samples) if all(uid in side.samples for side in sides[1:])]
     if not uids:
         raise UserError(f"{' and '.join(names)} have no problem in common: evaluate them on the same task")
-    unlike = {note for side in sides[1:] for note in differences(sides[0], side)}
-    if unlike and not config.force:
-        raise UserError(
-            f"{', '.join(names)} are not comparable: {'; '.join(sorted(unlike))}. Results of different protocols do "
-            "not compare: evaluate them alike, or use --force"
-        )
+    different = {note for side in sides[1:] for note in differences(sides[0], side)}
+    if not config.force:
+        _check_alike(different, names)
     num_samples = min(len(side.samples[uid]) for side in sides for uid in uids)
     scores = [
         score_problems([side.samples[uid] for uid in uids], [side.greedy[uid] for uid in uids], num_samples)
@@ -410,7 +420,7 @@ def compare(sides: Sequence[StoredEval], names: Sequence[str], config: CompareCo
     ]
     pairs = list(pairwise(range(len(sides))))
     tables = compare_pairs(scores, pairs)
-    content = describe(sides, names, uids) | {"different": sorted(unlike), "num_samples": num_samples}
+    content = describe(sides, names, uids) | {"different": sorted(different), "num_samples": num_samples}
     content["pairs"] = pairs
     content["tables"] = [
         {
@@ -533,7 +543,86 @@ def _jobs(
                 raise UserError("eval.tasks: compare works on one task; leave it out and set eval.task.name")
             out = str(folder / "evals" / quote(names[index], safe=""))
             jobs[index] = replace(start, out=out, policy=_with_init(start.policy, place))
-    return jobs
+    asked = _asked_alike([job.policy for job in jobs.values()])
+    return {index: replace(jobs[index], policy=policy) for index, policy in zip(jobs, asked, strict=True)}
+
+
+ASKED_BY = (
+    *("schema", "template", "template_values", "system_prompt", "tools"),
+    *("tags_as_tokens", "padded_vocab_size", "max_image_tokens"),
+)
+"""Fields of a policy that decide how a model is asked."""
+
+
+def _asked_alike(policies: Sequence[PolicyConfig]) -> list[PolicyConfig]:
+    """Ask all models as the runs among them were trained, in what the caller leaves open: a model as a run began from
+    it knows nothing of the schema or the template that the run was given."""
+    given: dict[str, Any] = {}
+    for policy in policies:
+        path = _run_of(policy.init) / "config.yaml"
+        fields = read_yaml(path).get("policy") if path.is_file() else None
+        if isinstance(fields, Mapping) and not given:
+            own = from_dict(PolicyConfig, fields, where=f"{path}: policy")
+            given = {name: getattr(own, name) for name in ASKED_BY}
+    default = PolicyConfig(init="any")
+    return [
+        replace(
+            policy,
+            **{name: v for name, v in given.items() if getattr(policy, name) == getattr(default, name)},
+        )
+        for policy in policies
+    ]
+
+
+def _run_of(place: str) -> Path:
+    """Return the folder of the run that a place is, or is a checkpoint of."""
+    folder = user_path(place)
+    return folder.parent.parent if folder.parent.name == "checkpoints" else folder
+
+
+def _is_plain(config: CompareConfig, policies: Sequence[PolicyConfig]) -> bool:
+    """Say whether one's own prompts are written as the templates alone have them: no model was trained to a schema."""
+    loaded = [load_policy(p, seed=config.seed, weights=False, steers=True, plain=True) for p in policies]
+    return all(policy.is_plain for policy in loaded)
+
+
+def _date(places: Sequence[str]) -> str:
+    """Return the date that the prompts of a run or evaluation among the models were written with; '' where their
+    templates have none. What is evaluated later is asked on the same day."""
+    for place in places:
+        if _is_evaluation(place):
+            protocol = read_json(user_path(place) / "eval.json").get("identity", {}).get("protocol", {})
+            found = str(protocol.get("date", ""))
+        else:
+            found = written_date(user_path(place))
+        if found:
+            return found
+    return ""
+
+
+def _refuse_unlike(
+    jobs: Mapping[int, EvalConfig], places: Sequence[str], names: Sequence[str], date: str
+) -> None:
+    """Refuse to evaluate models whose results could not be compared, before anything is sampled.
+
+    Raises:
+        UserError: With what differs.
+    """
+    facts = [
+        evaluate.protocol_of(jobs[number], date)
+        if number in jobs
+        else read_eval(place, ROW).summary["identity"]
+        for number, place in enumerate(places)
+    ]
+    _check_alike({note for other in facts[1:] for note in unlike(facts[0], other)}, names)
+
+
+def _check_alike(notes: Collection[str], names: Sequence[str]) -> None:
+    if notes:
+        raise UserError(
+            f"{', '.join(names)} are not comparable: {'; '.join(sorted(notes))}. Results of different protocols do "
+            "not compare: evaluate them alike (as in --eval.policy.schema boxed, for all of them), or use --force"
+        )
 
 
 def _protocol(config: CompareConfig, places: Sequence[str]) -> EvalConfig:
@@ -560,7 +649,7 @@ def _training_task(places: Sequence[str]) -> EvalConfig | None:
     found: dict[str, TaskConfig] = {}
     sampling = SamplingParams(max_new_tokens=512)
     for place in places:
-        path = Path(place) / "config.yaml"
+        path = _run_of(place) / "config.yaml"
         if not path.is_file():
             continue
         fields = read_yaml(path)

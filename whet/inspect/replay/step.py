@@ -436,7 +436,9 @@ def _rewards_stage(
     recorded = [row for rows in collected.rollout.grades for row in rows]
     unequal = sum(was != now for was, now in zip(recorded, graded, strict=True))
     notes = [f"{unequal} of {len(graded)} grades differ"] if unequal else []
-    rewards = build_rewards(config.rewards, policy.schema, task, config.reward)
+    rewards = build_rewards(
+        config.rewards, policy.schema, task, config.reward, timeout_s=config.reward_timeout_s
+    )
     if config.control == "random_reward":
         rewards, notes = [], [*notes, "the rewards were random: not recomputed"]
         totals = [sample.reward for _, sample in pairs]

@@ -22,7 +22,7 @@ from whet.generate.backends.crew import RayCrew
 from whet.generate.backends.dealing import PORTIONS, Part, portions
 from whet.generate.backends.staff import Crew, Slot, Staff
 from whet.ranks.collectives import shard
-from whet.rewards.base import REWARDS, Item, WeightedReward, own_name, own_pool, own_reward
+from whet.rewards.base import REWARDS, TIMEOUT_S, Item, WeightedReward, own_name, own_pool, own_reward
 from whet.rewards.presets import ProgramTask
 from whet.sandbox.graders.graders import GraderPool, Outcome
 from whet.schema import ResponseSchema
@@ -45,19 +45,20 @@ class GradingWorker:
         self._task: Task | None = None
         self._pools: dict[str, GraderPool] = {}
 
-    def load(self, config: TaskConfig, own: Sequence[str], folder: str) -> int:
+    def load(self, config: TaskConfig, own: Sequence[str], folder: str, timeout_s: float = TIMEOUT_S) -> int:
         """Make the task and the pools; return the process id.
 
         Args:
             config: The run's task.
             own: The run's own rewards, as `whet.rewards.base.own_pool` reads them.
             folder: Where the run was started: paths are relative to it.
+            timeout_s: Seconds that one call of an own reward may take.
         """
         with suppress(OSError):  # another machine may not have it, nor need it
             os.chdir(folder)
         self._task = load_task(config)
         self._task.problems("train")  # some tasks judge only what they have read
-        self._pools = {spec: own_pool(spec) for spec in own}
+        self._pools = {spec: own_pool(spec, timeout_s) for spec in own}
         return os.getpid()
 
     def judge(self, items: Sequence[Answer]) -> list[Verdict]:
@@ -271,7 +272,10 @@ def grading(
     crew = RayCrew(config.cluster, GradingWorker, count=count, cpus=1)
     folder, slow_factor = str(Path.cwd()), config.cluster.slow_factor
     graders = Graders(
-        crew, count=count, arguments=(config.task, config.reward, folder), slow_factor=slow_factor
+        crew,
+        count=count,
+        arguments=(config.task, config.reward, folder, config.reward_timeout_s),
+        slow_factor=slow_factor,
     )
     try:
         yield graded(config, task, schema, rewards, graders)
@@ -290,7 +294,8 @@ def graded(
     def moved(reward: WeightedReward) -> WeightedReward:
         if reward.name in own:
             spec = own[reward.name]
-            return own_reward(spec, GradedPool(spec, graders), reward.failures)
+            pool = GradedPool(spec, graders)
+            return own_reward(spec, pool, reward.failures, timeout_s=config.reward_timeout_s)
         if reward.many is None and reward.name in REWARDS:
             return replace(reward, function=REWARDS[reward.name].make(schema, elsewhere))
         return reward
