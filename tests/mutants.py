@@ -1438,8 +1438,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ),
         (
             "choice",
-            'return problems if split == "test" else select_split(problems, split)',
-            "return select_split(problems, split)",
+            'return problems if split == "test" else select_split(problems, split, dev_percent=percent)',
+            "return select_split(problems, split, dev_percent=percent)",
         ),
         ("bound", "if len(line) > MAX_LINE_BYTES:", "if False:"),
         ("choice", 'line.removeprefix(b"\\xef\\xbb\\xbf") if number == 1 else line', "line"),
@@ -1447,8 +1447,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("order", "numbered = enumerate(values, 1)", "numbered = enumerate(values)"),
         (
             "mask",
-            "if split_of(uid, dev_percent=DEV_PERCENT, test_percent=test_percent) == split",
-            "if split_of(uid, dev_percent=DEV_PERCENT, test_percent=0) == split",
+            "if split_of(uid, dev_percent=dev_percent, test_percent=test_percent) == split",
+            "if split_of(uid, dev_percent=dev_percent, test_percent=0) == split",
         ),
         ("choice", 'problem.meta.get("prompt_uid", problem.uid)', "problem.uid"),
         ("guard", "    if not good:", "    if False:"),
@@ -1483,7 +1483,11 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             "if True or (len(without) <= num_tolerated",
         ),
         ("choice", "content.verbatim()) for number", "content) for number"),
-        ("choice", "percent = 0 if TEST in self._parts else TEST_PERCENT", "percent = TEST_PERCENT"),
+        (
+            "choice",
+            "if TEST in self._parts:\n            return select_split",
+            "if False:\n            return select_split",
+        ),
         (
             "choice",
             "problem_uid(self.name, content.key, names)",

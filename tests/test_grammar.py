@@ -531,6 +531,10 @@ BAD = """
 stf demo | did you mean 'sft'?
 --versoin | did you mean '--version'?
 sweep demo --budgte-s 3 | unknown field '--budgte-s' for 'whet sweep' (whet
+sft own --num-epochs 3 | did you mean '--num-steps'?
+rl own --num-epochs 3 | did you mean '--algo.num-epochs'?
+sft own --max-length 512 | did you mean '--too-long'?
+sft own --validation-split 0.1 | did you mean '--task.held-out'?
 rl demo --keep-checkpoints 3 | did you mean '--safety.keep'?
 rl demo --beta 0.1 | did you mean '--algo.kl-coef'?
 rl demo --save-steps 5 | did you mean '--save-every'?
@@ -695,6 +699,27 @@ def test_a_bad_input_is_one_line(line: str, home: Path, capsys: pytest.CaptureFi
     status, _, err = told(capsys, *words.split())
     assert (status, err.count("\n"), err.startswith("whet: error: ")) == (2, 1, True), err
     assert message in err
+
+
+def test_a_yaml_needs_no_folder_and_its_foreign_names_are_all_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = COMMANDS["rl"].load()
+    Path("mine.yaml").write_text("policy: {init: my-model}\nnum_steps: 3\n")
+    words = {"": "runs/mine", "--out elsewhere": "elsewhere"}
+    for option, out in words.items():
+        argv = ["mine.yaml", *option.split()]
+        parsed = cli.parse("whet rl", program.config_class, program.recipes, argv, presets=program.presets)
+        assert (parsed.config.out, parsed.config.num_steps) == (out, 3)
+    Path("theirs.yaml").write_text("model: my-model\ndata: rows.csv\noptim: {learning_rate: 1e-5}\n")
+    with pytest.raises(UserError) as caught:
+        cli.parse("whet rl", program.config_class, program.recipes, ["theirs.yaml"])
+    for name, meant in (("model", "policy.init"), ("data", "task.name")):
+        assert f"unknown field '{name}', did you mean '{meant}'?" in str(caught.value)
+    Path("theirs.yaml").write_text("policy: {init: my-model}\noptim: {learning_rate: 1e-5}\n")
+    with pytest.raises(UserError, match=r"unknown field 'optim.learning_rate', did you mean 'optim.lr'"):
+        cli.parse("whet rl", program.config_class, program.recipes, ["theirs.yaml"])
 
 
 def _compared(said: str) -> TaskConfig:

@@ -33,7 +33,17 @@ from whet.algo.packing import TrainingSequence, pack
 from whet.compress import merge as merging
 from whet.compress.export import export as exporting
 from whet.compress.quantize import quantize as quantizing
-from whet.config import cache_folder, closest, dump_yaml, from_dict, to_dict, user_path
+from whet.config import (
+    cache_folder,
+    closest,
+    dump_yaml,
+    from_dict,
+    groups,
+    leaves,
+    meant,
+    to_dict,
+    user_path,
+)
 from whet.editing import edit as editing
 from whet.editing import inside
 from whet.editing import steer as steering
@@ -41,7 +51,7 @@ from whet.editing.editor import Editor, MethodConfig
 from whet.editing.facts import read_facts
 from whet.editing.methods import MethodName
 from whet.eval.compare import paired
-from whet.eval.evaluate import fitting_problems, take_problems
+from whet.eval.evaluate import chosen_split, fitting_problems, take_problems
 from whet.eval.measure import EvalResult
 from whet.eval.measure import evaluate as measure
 from whet.eval.record import as_row, read_lines
@@ -62,6 +72,7 @@ from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task
 from whet.tasks.columns import image_column
 from whet.tasks.images import ImageReader, holds_file
 from whet.tasks.read import as_text, first_row, is_hub_name, is_number
+from whet.telemetry.display import steps_told_elsewhere
 from whet.telemetry.log import read_metrics
 from whet.telemetry.provenance import resolve_run
 from whet.train import dpo as dpo_program
@@ -360,13 +371,15 @@ class Task:
         images: str | None = None,
         image_root: str | Path | None = None,
         max_bad_rows: int = 0,
+        held_out: float | None = None,
     ) -> Task:
         """Make a task of questions and answers, of chats or of plain text of your own.
 
         Args:
             rows: Dicts (a list, a `datasets.Dataset`), a `pandas.DataFrame`, or the path of a .jsonl, .jsonl.gz,
                 .parquet, .csv or .json file or of a folder with train and test files, a hub name, or the name of a
-                task. Numbers are taken as text.
+                task. Numbers are taken as text. Rows in memory are kept as a file in whet's cache, so that a run on
+                them can be resumed; nothing removes it (~/.cache/whet/rows).
             prompt: Column of the question or of the chat; recognised where it is called prompt, question, problem,
                 instruction, messages or conversations.
             answer: Column of the gold answer, recognised where it is called answer, final_answer, expected_answer,
@@ -378,11 +391,14 @@ class Task:
             image_root: Folder that paths of images are relative to and may not leave; default: that of the file, of
                 rows in memory the current one.
             max_bad_rows: How many malformed rows are left out before it is an error.
+            held_out: Share of one file's rows, or of rows in memory, that is kept from training for validation, and as
+                much again for testing.
 
         Raises:
             UserError: If there are no rows, or none of that name.
         """
         columns: dict[str, Any] = {"max_bad_rows": max_bad_rows} if max_bad_rows else {}
+        columns |= {} if held_out is None else {"held_out": held_out}
         given = {"prompt": prompt, "answer": answer, "solution": solution, "images": images}
         given["image_root"] = None if image_root is None else str(Path(image_root).resolve())
         columns |= {name: column for name, column in given.items() if column is not None}
@@ -449,6 +465,9 @@ class Task:
     def problems(self, split: str = "train") -> list[Problem]:
         """Return the problems of 'train', 'dev' or 'test'."""
         return load_task(self.config).problems(split)
+
+    def __repr__(self) -> str:
+        return f"whet.Task({(self.config.path or self.config.name)!r})"
 
 
 @dataclass(frozen=True)
@@ -534,6 +553,9 @@ class Evaluation:
         lines += [f"  {name:<18}{_interval(name, interval)}" for name, interval in self.metrics.items()]
         return "\n".join(lines)
 
+    def __repr__(self) -> str:
+        return f"<whet.Evaluation: {str(self).partition(chr(10))[0]}>"
+
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
@@ -568,6 +590,9 @@ class Comparison:
             lines.append(f"  {row.metric:<18}{values}  {change:<26} p {paired.show_p(row.p_holm)}")
         main = next((row for row in self.rows if row.metric in ("greedy", "pass@1")), self.rows[0])
         return "\n".join([*lines, f"{main.metric}: {paired.verdict(main, a, b)}"])
+
+    def __repr__(self) -> str:
+        return f"<whet.Comparison: {str(self).partition(chr(10))[0]}>"
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -619,7 +644,9 @@ def rl(
         SystemExit: After SIGTERM or SIGHUP, when the last whole step is saved.
     """
     config = _rl_config(policy, task, out, rewards, algo, num_steps, options)
-    return _trained(config, lambda: _each(rl_program.steps(config, resume=resume), on_step, on_samples))
+    return _trained(
+        config, lambda: _each(rl_program.steps(config, resume=resume), on_step, on_samples), on_step
+    )
 
 
 def rl_steps(
@@ -657,7 +684,7 @@ def sft(
     """Fine-tune a policy on worked solutions, chats or texts; options are fields of `SFTConfig`, else as for `rl`."""
     given = {"out": str(out), "policy": _policy(policy), "task": _task(task), "num_steps": num_steps}
     config = _made(SFTConfig, given | options)
-    return _trained(config, lambda: sft_program.train(config, resume=resume, on_step=on_step))
+    return _trained(config, lambda: sft_program.train(config, resume=resume, on_step=on_step), on_step)
 
 
 def dpo(
@@ -696,7 +723,7 @@ def dpo(
     if task is not None:
         given["task"] = _task(task)
     config = _made(DPOConfig, given | options)
-    return _trained(config, lambda: dpo_program.train(config, resume=resume, on_step=on_step))
+    return _trained(config, lambda: dpo_program.train(config, resume=resume, on_step=on_step), on_step)
 
 
 def rft(
@@ -710,7 +737,7 @@ def rft(
 ) -> Run:
     """Fine-tune a policy on its own right completions, round by round; options are fields of `RFTConfig`."""
     config = _made(RFTConfig, {"out": str(out), "policy": _policy(policy), "task": _task(task)} | options)
-    return _trained(config, lambda: rft_program.train(config, resume=resume, on_step=on_step))
+    return _trained(config, lambda: rft_program.train(config, resume=resume, on_step=on_step), on_step)
 
 
 def quantize(
@@ -966,7 +993,7 @@ def evaluate(
     *,
     num_samples: int = 8,
     num_problems: int = 200,
-    split: str = "test",
+    split: str = "auto",
     max_new_tokens: int = 256,
     temperature: float = 1.0,
     answer_from: Literal["schema", "anywhere"] = "schema",
@@ -979,7 +1006,8 @@ def evaluate(
         task: The task, or what `Task.from_rows` takes.
         num_samples: Completions per problem besides the greedy one.
         num_problems: Problems, the first of the split's hash order; 0 takes all.
-        split: Part of the data: train, dev or test.
+        split: Part of the data: train, dev, test or all. 'auto' takes all rows of a file, but the part that training
+            leaves out (test) where the policy was trained on that file, and of all other data.
         max_new_tokens: Longest completion in tokens.
         temperature: Of the samples.
         answer_from: 'anywhere' also takes boxes, phrases and the last number for an answer.
@@ -993,6 +1021,7 @@ def evaluate(
     loaded = asked.loaded.for_tasks()  # what the task expects is not what is asked for ever
     judge = load_task(config)
     loaded.expect(answer_type_of(judge))
+    split = chosen_split(split, config, asked.config)
     wanted = take_problems(judge, split, num_problems)
     if not wanted:
         raise UserError(
@@ -1000,7 +1029,7 @@ def evaluate(
         )
     check_gold(judge, wanted, "an evaluation compares answers")
     problems = fitting_problems(loaded, wanted, min_new_tokens=1)
-    sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens)
+    sampling = _made(SamplingParams, {"temperature": temperature, "max_new_tokens": max_new_tokens})
     result = measure(
         loaded,
         judge,
@@ -1214,6 +1243,7 @@ def _made(cls: type[C], given: Mapping[str, Any]) -> C:
     Raises:
         UserError: If a field is unknown, or its value is not permitted.
     """
+    known = leaves(cls) | groups(cls)  # pyright: ignore[reportArgumentType]
     own = {item.name for item in fields(cls)}  # pyright: ignore[reportArgumentType]
     homes = {item.name: group for group, part in LOOSE.items() if group in own for item in fields(part)}
     values: dict[str, Any] = {}
@@ -1223,11 +1253,18 @@ def _made(cls: type[C], given: Mapping[str, Any]) -> C:
         values["optim"] = _named("optim", values["optim"], PRESETS)
     for name in [name for name in values if name not in own]:
         if name not in homes:
-            near = closest(name, [*own, *homes])
+            found = meant(name, known)  # options of some groups are given alone
+            group, _, last = (found or "").rpartition(".")
+            near = found and (last if group in LOOSE else f"{group}={{{last!r}: ...}}" if group else last)
+            near = near or closest(name, [*own, *homes])
             raise UserError(
                 f"{cls.__name__} has no field {name!r}" + (f"; did you mean {near!r}?" if near else "")
             )
         group = homes[name]
+        if not isinstance(values.get(group, {}), Mapping):
+            raise UserError(
+                f"{group} = {values[group]!r:.60} and {name}: give {name} within {group}, as a dict"
+            )
         values[group] = {**values.get(group, {}), name: values.pop(name)}
     return from_dict(cls, values, where="whet")  # pyright: ignore[reportArgumentType]
 
@@ -1253,10 +1290,12 @@ def _each(
             on_samples(step.groups)
 
 
-def _trained(config: RLConfig | SFTConfig | DPOConfig | RFTConfig, work: Callable[[], object]) -> Run:
+def _trained(
+    config: RLConfig | SFTConfig | DPOConfig | RFTConfig, work: Callable[[], object], on_step: OnStep | None
+) -> Run:
     """Do a training, write its report, and return it; one that was asked to stop is kept as far as it is."""
     try:
-        with _python_words():
+        with _python_words(), steps_told_elsewhere() if on_step is print else nullcontext():
             work()
     except Stopped as stopped:
         _go_on_after(stopped)

@@ -28,8 +28,10 @@ from whet.config import (
     is_switch,
     leaves,
     load_yaml,
+    meant,
     options,
     put,
+    read_yaml,
     reset,
     show,
     to_dict,
@@ -68,44 +70,6 @@ _SHORT = {
     "--deterministic": ("safety.deterministic",),
 }
 """Short options, each for the first of these fields that a program has."""
-_FOREIGN = {
-    "optim.lr": ("learning_rate",),
-    "batch_size": ("batch", "per_device_train_batch_size", "train_batch_size", "micro_batch_size"),
-    "num_prompts": ("batch", "batch_size", "per_device_train_batch_size", "train_batch_size"),
-    "group_size": ("num_generations", "n_samples", "rollout_n", "rollouts_per_example"),
-    "num_samples": ("n", "n_samples"),
-    "num_problems": ("limit", "n_problems"),
-    "num_steps": ("max_steps", "steps", "epochs", "num_train_epochs", "train_steps"),
-    "out": ("output_dir", "output", "output_path", "save_dir"),
-    "task.name": ("dataset", "dataset_name", "train_data"),
-    "eval.task.name": ("tasks",),
-    "policy.init": ("model_name_or_path", "model_path", "model_name", "base_model"),
-    "policy.system_prompt": ("system",),
-    "policy.quantize": ("quant", "load_in_4bit", "load_in_8bit"),
-    "sampling.max_new_tokens": ("max_tokens", "max_length", "max_completion_length"),
-    "sampling.temperature": ("temp",),
-    "optim.precision": ("dtype", "policy.dtype", "torch_dtype", "bf16", "fp16"),
-    "optim.schedule": ("lr_scheduler", "lr_scheduler_type", "scheduler"),
-    "optim.warmup_steps": ("warmup", "warmup_ratio"),
-    "optim.optimizer": ("optimizer",),
-    "optim.checkpoint_layers": ("gradient_checkpointing",),
-    "optim.token_budget": ("gradient_accumulation_steps", "micro_batch", "micro_batch_size"),
-    "algo.kl_coef": ("beta", "kl_beta", "kl_coeff"),
-    "algo.clip_high": ("epsilon", "clip_range", "clip_ratio", "epsilon_high"),
-    "validate_every": ("eval_steps", "eval_every", "validation_steps"),
-    "save_every": ("save_steps", "checkpoint_every", "save_interval"),
-    "safety.keep": ("save_total_limit", "keep_checkpoints", "keep"),
-    "track.to": ("report_to", "wandb", "tracker"),
-    "reward": ("reward_funcs", "reward_functions", "reward_fn"),
-    "lora.rank": ("rank", "lora_rank", "lora_r"),
-    "lora.alpha": ("lora_alpha",),
-    "lora.targets": ("target_modules", "lora_target_modules"),
-    "policy.device": ("device", "gpu"),
-    "policy.max_rows": ("max_batch", "max_num_seqs"),
-    "to": ("format",),
-    "dtype": ("type",),
-}
-"""Field -> what other libraries call it: a suggestion, no second name. The first that a program has is meant."""
 _FOREIGN_CHOICES = {
     "hf": ("transformers", "huggingface", "safetensors", "vllm", "sglang", "pytorch"),
     "adapter": ("peft", "lora"),
@@ -651,7 +615,10 @@ def _start(
         )
     if path.suffix in (".yaml", ".yml") or (os.sep in recipe and os.path.exists(recipe)):
         is_run = path.name == "config.yaml" and os.path.exists(path.with_name("environment.json"))
-        return load_yaml(path, cls), str(path.parent) if is_run else ""
+        data = read_yaml(path)
+        if "out" in leaves(cls):  # --out gives it as well
+            data = {"out": f"runs/{path.stem}"} | data
+        return from_dict(cls, data, where=str(path)), str(path.parent) if is_run else ""
     if os.sep in recipe:
         raise UserError(
             f"no recipe, file or folder {show(recipe)} for '{program}' ({program} --help lists all)"
@@ -778,10 +745,8 @@ def _resolve(
     negations = [
         _flag(re.sub(r"(\w+)$", r"no_\1", field)) for field, hint in fields.items() if is_switch(hint)
     ]
-    if meant := next(
-        (field for field, theirs in _FOREIGN.items() if name in theirs and field in fields), None
-    ):
-        raise unknown("field", option, command, [_flag(meant)], help_command=f"{command} --help", sure=True)
+    if found := meant(name, fields):
+        raise unknown("field", option, command, [_flag(found)], help_command=f"{command} --help", sure=True)
     raise unknown(
         "field", option, command, [*map(_flag, fields), *negations], help_command=f"{command} --help"
     )

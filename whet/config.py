@@ -12,7 +12,7 @@ import re
 import stat
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
@@ -46,6 +46,51 @@ INTERNAL = {"internal": True}
 """Metadata of a field that programs set and users do not: it stands in no config.yaml and is no option."""
 # YAML 1.1 reads `1e-4` (no dot) as text; a person means a number.
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+FOREIGN = {
+    "optim.lr": ("learning_rate", "lr_rate", "step_size"),
+    "batch_size": ("batch", "per_device_train_batch_size", "train_batch_size", "micro_batch_size"),
+    "num_prompts": ("batch", "batch_size", "per_device_train_batch_size", "train_batch_size"),
+    "group_size": ("num_generations", "n_samples", "rollout_n", "rollouts_per_example"),
+    "num_samples": ("n", "n_samples"),
+    "num_problems": ("limit", "n_problems"),
+    "algo.num_epochs": ("num_epochs",),
+    "num_steps": ("max_steps", "steps", "epochs", "num_epochs", "num_train_epochs", "train_steps"),
+    "out": ("output_dir", "output", "output_path", "save_dir"),
+    "pairs": ("data", "dataset", "dataset_name", "train_data"),
+    "reward_timeout_s": ("reward_deadline_s", "reward_timeout", "reward_deadline"),
+    "task.held_out": ("validation_split", "test_size", "val_size", "test_share", "dev_share"),
+    "task.name": ("data", "dataset", "dataset_name", "train_data"),
+    "eval.task.name": ("tasks",),
+    "policy.init": ("model", "model_name_or_path", "model_path", "model_name", "base_model"),
+    "policy.system_prompt": ("system",),
+    "policy.quantize": ("quant", "load_in_4bit", "load_in_8bit"),
+    "sampling.max_new_tokens": ("max_tokens", "max_length", "max_completion_length"),
+    "too_long": ("max_length", "max_seq_length", "max_seq_len", "seq_length", "max_model_len"),
+    "sampling.temperature": ("temp",),
+    "optim.precision": ("dtype", "policy.dtype", "torch_dtype", "bf16", "fp16"),
+    "optim.schedule": ("lr_scheduler", "lr_scheduler_type", "scheduler"),
+    "optim.warmup_steps": ("warmup", "warmup_ratio"),
+    "optim.optimizer": ("optimizer",),
+    "optim.checkpoint_layers": ("gradient_checkpointing",),
+    "optim.token_budget": ("gradient_accumulation_steps", "micro_batch", "micro_batch_size"),
+    "algo.kl_coef": ("beta", "kl_beta", "kl_coeff"),
+    "algo.clip_high": ("epsilon", "clip_range", "clip_ratio", "epsilon_high"),
+    "validate_every": ("eval_steps", "eval_every", "validation_steps"),
+    "save_every": ("save_steps", "checkpoint_every", "save_interval"),
+    "safety.keep": ("save_total_limit", "keep_checkpoints", "keep"),
+    "track.to": ("report_to", "wandb", "tracker"),
+    "reward": ("reward_funcs", "reward_functions", "reward_fn"),
+    "lora.rank": ("rank", "lora_rank", "lora_r"),
+    "lora.alpha": ("lora_alpha",),
+    "lora.targets": ("target_modules", "lora_target_modules"),
+    "policy.device": ("device", "gpu"),
+    "policy.max_rows": ("max_batch", "max_num_seqs"),
+    "to": ("format",),
+    "dtype": ("type",),
+}
+"""Field -> what other libraries call it: a suggestion, no second name. The first that a program has is meant."""
 
 
 class Renamed(NamedTuple):
@@ -353,6 +398,11 @@ def closest(name: str, candidates: Sequence[str]) -> str | None:
     return matches[0] if matches else None
 
 
+def meant(name: str, fields: Collection[str]) -> str | None:
+    """Return the field that other libraries call by a name, of a program's dotted fields; None for none."""
+    return next((field for field, theirs in FOREIGN.items() if name in theirs and field in fields), None)
+
+
 class _Dumper(yaml.SafeDumper):
     """Writes a list on one line, so that a config is one line per field, and never an alias."""
 
@@ -430,16 +480,20 @@ def _join(path: str, name: str) -> str:
 def _build_group(cls: type[Config], data: Any, *, path: str, where: str, base: Any) -> Config:
     """Build one group; missing keys come from `base` (the parent's default for this group), else from cls."""
     if not isinstance(data, Mapping):
-        raise UserError(f"{where}: field {path!r}: got {show(data)}, expected a group of fields")
+        raise UserError(
+            f"{where}: field {path!r}: got {show(data)}, expected a group of fields, as in {path}: "
+            f"{{{options(cls)[0].name}: ...}}"
+        )
     hints = _hints(cls)
     data = _with_new_names(cls, data, path=path, where=where)
-    for key in data:
-        if key not in hints:
+    if strange := [key for key in data if key not in hints]:
+        names = [_join(path, name) for name in (*leaves(cls), *groups(cls))]
+        told: list[str] = []
+        for key in strange:
             dotted = _join(path, str(key))
-            match = closest(dotted, [_join(path, name) for name in (*leaves(cls), *groups(cls))])
-            raise UserError(
-                f"{where}: unknown field {dotted!r}" + (f", did you mean {match!r}?" if match else "")
-            )
+            match = meant(str(key), names) or closest(dotted, names)
+            told.append(f"unknown field {dotted!r}" + (f", did you mean {match!r}?" if match else ""))
+        raise UserError(f"{where}: {'; '.join(told)}")
     values: dict[str, Any] = {}
     for field in options(cls):
         default = getattr(base, field.name) if isinstance(base, cls) else _default(field)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from whet.eval.evaluate import EvalConfig, main, plan, task_configs
+from whet.eval.evaluate import EvalConfig, chosen_split, main, plan, task_configs
 from whet.eval.measure import Work, join_windows, show_work, total_work
-from whet.eval.record import describe_weights, read_eval
+from whet.eval.record import describe_weights, read_eval, unlike
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
-from whet.tasks.base import TaskConfig
+from whet.tasks.base import TaskConfig, load_task, told_of
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.types import Problem, UserError
 
@@ -231,3 +231,55 @@ def test_joules_are_those_of_the_whole_work() -> None:
     assert (shown["hardware"]["joules_per_token"], shown["hardware"]["joules_per_request"]) == (2.0, 70.0)
     assert total_work([*parts, Work(1, 1, 1, 1.0)]).hardware is None
     assert show_work(total_work([]))["hardware"] is None
+
+
+def test_a_file_is_measured_whole_unless_the_model_was_trained_on_it(
+    tiny_policy: PolicyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"question": f"{n}+0=", "answer": str(n)}) for n in range(40)]
+    rows.write_text("\n".join(lines), encoding="utf-8")
+    own = TaskConfig(name="jsonl", path=str(rows), held_out=0.2)
+    config = make_config(tiny_policy, tmp_path / "out", num_problems=0, num_samples=1)
+    config = replace(config, task=own, split="auto")
+    for folder, began in (("before", ""), ("first", ""), ("second", str(tmp_path / "first")), ("other", "")):
+        path = str(rows) if folder in ("first", "second") else "another.jsonl"
+        run = {"optim": {}, "task": {"name": "jsonl", "path": path}, "policy": {"init": began}}
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.yaml").write_text(json.dumps(run), encoding="utf-8")
+        asked = PolicyConfig(init=str(tmp_path / folder))
+        is_trained = path == str(rows)
+        assert chosen_split("auto", own, asked) == ("test" if is_trained else "all")
+        assert chosen_split("dev", own, asked) == "dev"
+    assert chosen_split("auto", TaskConfig(), config.policy) == "test"
+    main(config)
+    said = capsys.readouterr().out
+    assert "rows.jsonl: all 40 rows are measured (--split test: those alone that training leaves out)" in said
+    summary = json.loads((tmp_path / "out/eval.json").read_text())
+    assert (summary["num_problems"], summary["identity"]["split"]) == (40, "all")
+    # Compared with what a run leaves out, the common problems count.
+    assert unlike(summary["identity"], summary["identity"] | {"split": "test"}) == []
+
+
+def test_the_share_that_is_held_out_is_said_and_can_be_chosen(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"question": f"{n}+0=", "answer": str(n)}) for n in range(400)]
+    rows.write_text("\n".join(lines), encoding="utf-8")
+    for share, few in (
+        (0.05, " (too few to show a difference; --task.held-out 0.2 holds out more)"),
+        (0.25, ""),
+    ):
+        task = load_task(TaskConfig(name="jsonl", path=str(rows), held_out=share))
+        sizes = {split: len(task.problems(split)) for split in ("train", "dev", "test")}
+        assert sum(sizes.values()) == 400
+        for split in ("dev", "test"):  # of a binomial, four standard deviations
+            assert abs(sizes[split] - 400 * share) < 4 * (400 * share * (1 - share)) ** 0.5
+        (said,) = [line for line in told_of(task, 400) if "held out" in line]
+        assert said == (
+            f"rows.jsonl: {sizes['train']} of 400 rows are trained on, {sizes['dev']} held out for validation, "
+            f"{sizes['test']} for testing{few}"
+        )
+    with pytest.raises(UserError, match=r"task.held_out = 0.5: expected a share"):
+        TaskConfig(name="jsonl", path=str(rows), held_out=0.5)
+    with pytest.raises(UserError, match="held_out is not read by task arithmetic"):
+        TaskConfig(held_out=0.2)

@@ -179,6 +179,31 @@ def test_the_newest_evaluation_of_a_model_counts(runs: Path) -> None:
     assert cells["gsm8k/test"]["pass@1"]["mean"] == 0.5
 
 
+def test_each_data_set_of_one_s_own_has_a_column(tmp_path: Path) -> None:
+    for name, path, hashed in (
+        ("a", "x/rows.csv", "1" * 64),
+        ("b", "x/rows.csv", "1" * 64),
+        ("c", "y/rows.csv", "2" * 64),
+        ("d", "other.jsonl", "3" * 64),
+        ("e", "", "4" * 64),
+        ("f", "", "5" * 64),  # of a data set with a name: more or fewer of the same problems
+    ):
+        task = {"name": "jsonl" if path else "gsm8k", "path": path}
+        identity = {"task": task, "split": "test", "problems_sha256": hashed}
+        scored(tmp_path / name, "2026-01-05T10:00:00+00:00", Path(f"o/{name}"), 0.5, identity=identity)
+    table = results_table(read_runs(tmp_path))
+    assert table["tasks"] == [
+        "gsm8k/test",
+        "other.jsonl/test",
+        "rows.csv/test #111111",
+        "rows.csv/test #222222",
+    ]
+    where = {row["model"]: [task for task, cell in row["cells"].items() if cell] for row in table["rows"]}
+    assert where["o/a"] == where["o/b"] == ["rows.csv/test #111111"]
+    assert where["o/c"] == ["rows.csv/test #222222"]
+    assert where["o/e"] == where["o/f"] == ["gsm8k/test"]
+
+
 def test_registry_markdown_has_id_time_commit_and_notes(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

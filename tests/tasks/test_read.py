@@ -304,3 +304,37 @@ def test_a_gzip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path.write_bytes(gzip.compress(b"\n" * 40_000))
     with pytest.raises(UserError, match=r"r.jsonl.gz: holds over"):
         read_file(path, required=[])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "rows.xlsx",
+            b"PK\x03\x04",
+            r"^rows.xlsx: a spreadsheet, which is not read; save it as CSV in UTF-8$",
+        ),
+        ("rows.ODS", b"PK\x03\x04", r"^rows.ODS: a spreadsheet"),
+        (
+            "story.txt",
+            b"Once upon a time\n",
+            r"^story.txt: not rows; expected .jsonl, .*one JSON object a line",
+        ),
+    ],
+)
+def test_a_file_without_rows_is_named_as_what_it_is(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_file(tmp_path / name, required=[])
+
+
+def test_endings_may_be_in_capitals_and_rows_may_have_another(tmp_path: Path) -> None:
+    (tmp_path / "ROWS.CSV").write_text("question,answer\na,1\n")
+    (tmp_path / "rows.txt").write_text('\n{"question": "a", "answer": "1"}\n')
+    for name in ("ROWS.CSV", "rows.txt"):
+        assert first_row(tmp_path / name) == {"question": "a", "answer": "1"}
+        assert [row for _, row in read_file(tmp_path / name, required=["question"])[0]] == [
+            {"question": "a", "answer": "1"}
+        ]

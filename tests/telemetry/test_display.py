@@ -1,5 +1,7 @@
 import io
 import math
+import os
+import signal
 import threading
 import time
 import weakref
@@ -236,3 +238,30 @@ def test_a_closed_display_holds_nothing_of_the_run():
     del source
     assert "display" not in {thread.name for thread in threading.enumerate()}
     assert gone() is None
+
+
+@pytest.mark.parametrize("handled", [True, False])
+def test_a_pipe_that_nobody_reads_stops_a_training_as_a_lost_terminal_does(
+    handled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`whet rl ... | head`: with a session around it the run is asked to stop, and saves; else printing fails."""
+    asked: list[int] = []
+    before = signal.signal(
+        signal.SIGHUP, (lambda number, _: asked.append(number)) if handled else signal.SIG_DFL
+    )
+    ours, theirs = os.pipe()
+    try:
+        with os.fdopen(theirs, "w") as stream:
+            display = PlainDisplay("t", 3, HEADLINE, stream=stream)
+            os.close(ours)
+            if not handled:
+                with pytest.raises(BrokenPipeError):
+                    display.update(1, {})
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # for what is left in its buffer
+                return
+            for step in (1, 2, 3):
+                display.update(step, {})
+            display.note("more")
+            assert asked == [signal.SIGHUP]  # once: afterwards the lines go nowhere
+    finally:
+        signal.signal(signal.SIGHUP, before)

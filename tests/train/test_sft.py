@@ -175,6 +175,34 @@ def test_an_old_folder_is_never_written_to(tiny_policy: PolicyConfig, tmp_path: 
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_a_finished_run_goes_on_for_more_steps(
+    schedule: Any, tiny_policy: PolicyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one run of all the steps, where the learning rate does not depend on how many there are."""
+    config = make_config(tiny_policy, tmp_path / "a", num_steps=4, save_every=4)
+    config = replace(config, optim=replace(config.optim, schedule=schedule))
+    train(config)
+    longer = replace(config, num_steps=8)
+    train(longer, resume=True)
+    said = capsys.readouterr().out
+    train(longer, resume=True)  # as config.yaml has it now
+    assert "num_steps: 8\n" in (tmp_path / "a/config.yaml").read_text()
+    if schedule == "constant":
+        straight = replace(longer, out=str(tmp_path / "b"))
+        train(straight)
+        weights = [final_files(tmp_path / name, 8)["model.safetensors"] for name in ("a", "b")]
+        assert weights[0] == weights[1]
+        assert "whet: 4 steps become 8, as if they had been 8 from the start" in said
+    else:  # from 3e-3 at step 2 to a tenth at step 7: at step 4 (0.1 + 0.9 x 3/5) of it are left
+        assert "is planned anew over all 8, so the learning rate goes on at 0.0019" in said
+    with pytest.raises(UserError, match=r"num_steps = 7: .* has done 8 already"):
+        train(replace(config, num_steps=7), resume=True)
+    with pytest.raises(UserError, match="batch_size"):  # nothing else may differ
+        train(replace(longer, num_steps=9, batch_size=5), resume=True)
+    assert "num_steps: 8\n" in (tmp_path / "a/config.yaml").read_text()
+
+
 def test_nothing_to_resume(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing to resume"):
         train(make_config(tiny_policy, tmp_path / "missing"), resume=True)

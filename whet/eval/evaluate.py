@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from whet.config import align, closest, dump_yaml, user_path
+from whet.config import align, closest, dump_yaml, read_yaml, user_path
 from whet.eval.chess.games import GamesConfig, Player, check_opponents, measure_games, metric_names
 from whet.eval.grade import AnswerFrom
 from whet.eval.measure import Chunk, EvalResult, evaluate, total_work
@@ -42,6 +42,10 @@ from whet.telemetry.log import RunLog
 from whet.telemetry.provenance import data_hash, write_environment, write_provenance
 from whet.types import Problem, Task, UnreadError, UserError
 
+AUTO, ALL = "auto", "all"
+"""Splits of an evaluation besides those of a task."""
+ONE_FILE = frozenset({"jsonl", "choice", "yes_no", "code", "countdown", "letters"})
+"""Tasks that divide a file into splits themselves."""
 MISSED, ENVIRONMENT_MISSED, ENGINE_FAILED = 1, 2, 3
 """Exit status where a required metric is missed, one of chess's environment is, or Stockfish fails."""
 
@@ -70,8 +74,9 @@ class EvalConfig:
     tasks: tuple[str, ...] = ()
     """Several tasks, each a name or name=FOLDER_OR_FILE, in place of task.name and task.path; the other fields of task
     go to those that read them. Each gets its own sub-folder."""
-    split: str = "test"
-    """Split of the data: train, dev or test."""
+    split: str = AUTO
+    """Part of the data: train, dev, test, or all. auto takes all rows of a file, but the part that training leaves out
+    (test) where the model was trained on that file, and of all other data."""
     num_problems: int = 200
     """Problems taken from the front of the split's hash order; 0 takes all."""
     num_samples: int = 16
@@ -127,9 +132,59 @@ class EvalConfig:
 
 
 def take_problems(task: Task, split: str, count: int) -> list[Problem]:
-    """Return the first `count` problems of a split by uid (0: all): a fixed random sample."""
-    problems = sorted(task.problems(split), key=lambda problem: problem.uid)
+    """Return the first `count` problems of a split, or of all splits, by uid (0: all): a fixed random sample."""
+    parts = ("train", "dev", "test") if split == ALL else (split,)
+    problems = sorted((p for part in parts for p in task.problems(part)), key=lambda problem: problem.uid)
     return problems[:count] if count else problems
+
+
+def chosen_split(split: str, own: TaskConfig, policy: PolicyConfig) -> str:
+    """Return the split that an evaluation measures.
+
+    Args:
+        split: As configured.
+        own: The task.
+        policy: The model: none is measured on the rows that it was trained on, unless asked.
+    """
+    if split != AUTO:
+        return split
+    is_one = own.name in ONE_FILE and bool(own.path) and user_path(own.path).is_file()
+    return ALL if is_one and not _was_trained_on(policy, user_path(own.path)) else "test"
+
+
+def _was_trained_on(policy: PolicyConfig, data: Path) -> bool:
+    """Say whether a run that led to a model, by its own words, read a file."""
+    places = [policy.init, policy.adapter]
+    for place in places:  # grows by what each run began from
+        folder = user_path(place)
+        folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+        if not place or len(places) > 99 or not (folder / "config.yaml").is_file():
+            continue
+        fields = read_yaml(folder / "config.yaml")
+        task, began = fields.get("task"), fields.get("policy")
+        paths = [fields.get("pairs"), task.get("path") if isinstance(task, Mapping) else ""]
+        paths += (task.get("paths") or {}).values() if isinstance(task, Mapping) else ()
+        if "optim" in fields and any(
+            isinstance(path, str) and path and user_path(path).resolve() == data.resolve() for path in paths
+        ):
+            return True
+        if isinstance(began, Mapping):
+            places += [str(began.get(name) or "") for name in ("init", "adapter")]
+    return False
+
+
+def split_note(config: EvalConfig, own: TaskConfig, task: Task, split: str) -> str:
+    """Say which rows of a file are measured, where nobody chose; '' for other data."""
+    if config.split != AUTO or own.name not in ONE_FILE or not own.path or not user_path(own.path).is_file():
+        return ""
+    name, count = Path(own.path).name, len(take_problems(task, ALL, 0))
+    if split == ALL:
+        return f"{name}: all {count:,} rows are measured (--split test: those alone that training leaves out)"
+    held_out = len(task.problems("test"))
+    return (
+        f"{name}: {held_out:,} of {count:,} rows are measured, which were not trained on (all: --split all; more: "
+        "train with --task.held-out 0.2)"
+    )
 
 
 def fitting_problems(policy: Policy, problems: Sequence[Problem], *, min_new_tokens: int) -> list[Problem]:
@@ -205,7 +260,8 @@ def task_configs(config: EvalConfig) -> dict[str, TaskConfig]:
 
 def plan(config: EvalConfig) -> str:
     """Describe the work without doing it."""
-    names = ", ".join(f"{task.name}/{config.split}" for task in task_configs(config).values())
+    tasks = task_configs(config).values()
+    names = ", ".join(f"{task.name}/{chosen_split(config.split, task, config.policy)}" for task in tasks)
     return align(
         "work",
         {
@@ -281,6 +337,9 @@ def run(config: EvalConfig, *, resume: bool = False, date: str = "") -> bool:
     tasks = {name: (own, load_task(own)) for name, own in task_configs(config).items()}
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     policy = load_policy(config.policy, seed=config.seed, dtype=dtype, date=date, steers=True)
+    for own, task in tasks.values():
+        if note := split_note(config, own, task, chosen_split(config.split, own, config.policy)):
+            print(f"whet: {note}", flush=True)
     jobs = [_prepare(config, policy, name, own, task) for name, (own, task) in tasks.items()]
     model = describe_weights(config.policy, policy)
     open_run(folder, dump_yaml(config), resume=resume)
@@ -332,7 +391,8 @@ def inspect(config: EvalConfig) -> list[str]:
         check_weights(find_model(config.policy.init, config.policy.adapter)[0])
     told: list[str] = []
     for name, own in task_configs(config).items():
-        job = _prepare(config, policy, name, own, load_task(own))
+        job = _prepare(config, policy, name, own, task := load_task(own))
+        told += filter(None, [split_note(config, own, task, job.config.split)])
         told.append(
             f"{len(job.problems):,} problems of task {own.name}; {job.num_left_out} do not fit the context"
         )
@@ -354,6 +414,7 @@ def _write_origin(config: EvalConfig, problems: Sequence[Problem]) -> None:
 def _prepare(config: EvalConfig, policy: Policy, name: str, own: TaskConfig, task: Task) -> _Job:
     """Take the problems and create the rewards; anything missing is found before the folder is created."""
     policy.expect(answer_type_of(task))
+    config = replace(config, split=chosen_split(config.split, own, config.policy))
     environment_for(policy.schema, task)  # fails now if a tool is missing
     rewards: list[WeightedReward] = []
     if config.rewards or config.reward:
@@ -534,6 +595,7 @@ def protocol_of(config: EvalConfig, date: str = "") -> dict[str, Any]:
     """
     policy = load_policy(config.policy, seed=config.seed, weights=False, date=date, steers=True)
     policy.expect(answer_type_of(load_task(config.task)))
+    config = replace(config, split=chosen_split(config.split, config.task, config.policy))
     return json.loads(json.dumps(_essentials(policy, config)))
 
 

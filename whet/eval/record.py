@@ -71,8 +71,9 @@ IDENTITY = ("protocol", "task", "split", "sampling", "answer_from", "precision")
 """Parts of the identity in which two evaluations must agree to be compared. Excluded are `seed` (other noise, same
 question), `num_samples` (pass@1 does not depend on it; pass@k and maj@n have it in their names) and the selection of
 problems: common problems are compared."""
-ELSEWHERE = ("task.path",)
-"""Parts that may differ: the same data may be in another folder; the problems show whether it is the same."""
+ELSEWHERE = ("task.path", "task.held_out")
+"""Parts that may differ: the same data may be in another folder, or another share of it measured; the problems show
+whether they are the same."""
 
 
 KINDS: dict[str, Any] = {
@@ -189,6 +190,8 @@ def differences(a: StoredEval, b: StoredEval) -> list[str]:
 def unlike(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
     """Return where two identities differ that have to agree, as `differences` does."""
     parts = (part for part in IDENTITY if part in one or part in two)
+    if "all" in (one.get("split"), two.get("split")):  # has the other's problems, and those are compared
+        parts = (part for part in parts if part != "split")
     return [text for part in parts for text in unequal(part, one.get(part), two.get(part))]
 
 

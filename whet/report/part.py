@@ -208,7 +208,9 @@ def facts(part: Part) -> list[tuple[str, str]]:
     )
     seconds = as_number(part.evaluation.get("seconds"))
     if seconds is None and part.first_s is not None and part.last_s is not None:
-        seconds = part.last_s - part.first_s
+        # The first row is written at the end of the first step; a resumed run's environment is of its resumption.
+        began_s = _unix(machine.get("start_utc")) or part.first_s
+        seconds = part.last_s - min(began_s, part.first_s)
     device = machine.get("cuda_device") or machine.get("cpu")
     if machine.get("cuda_device") and machine.get("gpu_runtime"):
         device = f"{device} ({machine['gpu_runtime']})"
@@ -226,6 +228,14 @@ def facts(part: Part) -> list[tuple[str, str]]:
         "weights that changed": _changes(part.folder / "weights.json"),
     }
     return [(label, str(value)) for label, value in found.items() if value is not None and value != ""]
+
+
+def _unix(text: Any) -> float | None:
+    """Return the Unix time of an ISO date; None for anything else."""
+    try:
+        return datetime.fromisoformat(str(text)).timestamp()
+    except ValueError:
+        return None
 
 
 def _changes(path: Path) -> str | None:
@@ -428,7 +438,7 @@ def _say_damage(part: Part, name: str, num_bad: int, num_torn: int) -> None:
 
 
 def _warned(folder: Path) -> list[tuple[int, str]]:
-    """Return what a run warned of as it was printed, each once; [] for one of an earlier version, which kept nothing."""
+    """Return what a run warned of, each once; [] for one of an earlier version, which kept nothing."""
     found = (
         (int(step), text)
         for row in read_rows(folder / WARNINGS)

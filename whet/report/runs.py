@@ -167,12 +167,13 @@ def results_table(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     trained = {run["folder"]: run for run in runs if run["kind"] in TRAINED}
     rows: dict[str, dict[str, Any]] = {}
     tasks: dict[str, None] = {}
+    columns = _columns(runs)
     for run in runs:
         if not run["scores"]:
             continue
         parent = (run["parent"] or {}).get("known") if run["parent"] else None
         model = parent or run["base"] or run["label"] or run["folder"]
-        task = f"{run['task']}/{run['split']}" if run["split"] else run["task"]
+        task = columns[run["folder"]]
         tasks[task] = None
         row = rows.setdefault(model, {"model": model, "cells": {}})
         row["cells"][task] = run["scores"] | {"run_id": run["run_id"], "folder": run["folder"]}
@@ -187,6 +188,22 @@ def results_table(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "tasks": sorted(tasks),
         "rows": sorted(rows.values(), key=lambda row: order.get(row["model"], -1)),
+    }
+
+
+def _columns(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the column of each run's scores: task and split, or a file's name; other rows are another column."""
+    names, hashes = dict[str, str](), dict[str, set[str]]()
+    for run in runs:
+        name = Path(run["path"]).name if run["path"] else run["task"]
+        names[run["folder"]] = name = f"{name}/{run['split']}" if run["split"] else name
+        if run["scores"]:
+            hashes.setdefault(name, set()).add(run["problems_sha256"])
+    # Of a task with a name other problems are others of the same; of one's own file, another file or an edited one.
+    own = {run["folder"]: run["problems_sha256"][:6] for run in runs if run["path"]}
+    return {
+        folder: f"{name} #{own[folder]}" if len(hashes.get(name, ())) > 1 and own.get(folder) else name
+        for folder, name in names.items()
     }
 
 
@@ -290,6 +307,7 @@ def _read_run(root: Path, folder: Path) -> dict[str, Any]:
         base = ", ".join(map(str, words))
         adapter = str(words[0]) if len(words) == 1 else ""
     task = identity.get("task", config.get("task"))
+    path = task.get("path", "") if isinstance(task, dict) else ""
     task = task.get("name", "") if isinstance(task, dict) else task
     parent = _object(provenance.get("parent"))
     if _text(parent.get("folder")):
@@ -317,6 +335,8 @@ def _read_run(root: Path, folder: Path) -> dict[str, Any]:
         "links": [{name: _text(link.get(name)) for name in ("name", "id", "url")} for link in links],
         "notes": _notes(folder),
         "task": str(task or ""),
+        "path": _text(path) or "",
+        "problems_sha256": _text(identity.get("problems_sha256")) or "",
         "split": str(identity.get("split") or ""),
         "label": str(evaluation.get("label") or ""),
         "scores": _scores(evaluation),

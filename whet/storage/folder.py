@@ -6,7 +6,9 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +26,8 @@ PARTIAL = ".config.partial"
 FREE = ("out", "safety", "track", "parallel", "cluster")
 """Fields and groups of a configuration that may change on resume: no computed number depends on them.
 
-`out` is among them, so that a run folder may be moved or copied: the folder that is named is the run.
+`out` is among them, so that a run folder may be moved or copied: the folder that is named is the run. `num_steps` may
+change, too: `whet.train.session.open_folder` says what that means.
 """
 _locks: dict[Path, int] = {}
 """Run folders that this process has locked, and the file descriptor of each lock."""
@@ -60,12 +63,17 @@ def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable:
                 f"{folder}: nothing to resume (no config.yaml); leave out --resume to start a new run"
             )
         stored = path.read_text(encoding="utf-8", errors="replace")
-        if changed := _first_difference(_essential(stored), _essential(config_yaml)):
+        longer = _with_steps(stored, config_yaml)
+        if changed := _first_difference(_essential(longer), _essential(config_yaml)):
             raise UserError(
                 f"{folder}: --resume needs the configuration that the run was started with; {changed}"
             )
         _lock(folder)
         _check_config(folder, stored)
+        if longer != stored:
+            (folder / PARTIAL).write_text(longer, encoding="utf-8")
+            sync(folder / PARTIAL)
+            (folder / PARTIAL).replace(path)
         for part in ("checkpoints", "replay", "faults"):
             recover(folder / part)
         kept_folders = [folder / "checkpoints" / name for name in ("best", "protocol")]
@@ -112,8 +120,12 @@ def check_folder(folder: Path, *, resumable: bool = True) -> None:
     if folder.exists() and not _is_unused(folder):
         raise _taken(folder, resumable=resumable)
     nearest = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise UserError(f"{folder}: cannot be written ({nearest} is no folder that you may write to)")
+    try:  # root may write anywhere, and cannot in /proc
+        os.rmdir(tempfile.mkdtemp(prefix=".whet-", dir=nearest))
+    except OSError:
+        raise UserError(
+            f"{folder}: cannot be written ({nearest} is no folder that you may write to)"
+        ) from None
 
 
 def _taken(folder: Path, *, resumable: bool) -> UserError:
@@ -190,6 +202,15 @@ def _is_unused(folder: Path) -> bool:
     logs = [path for name, path in begun.items() if path.suffix == ".jsonl" and name != "warnings.jsonl"]
     is_beginning = "config.yaml" in found and begun.keys() <= BEGINNINGS
     return not found or (is_beginning and all(path.stat().st_size == 0 for path in logs))
+
+
+_STEPS = re.compile(r"^num_steps: (\d+)$", re.MULTILINE)
+
+
+def _with_steps(stored: str, given: str) -> str:
+    """Return a run's configuration with the number of steps that it is resumed for: it may go on for more."""
+    found = _STEPS.search(given)
+    return _STEPS.sub(found[0], stored, count=1) if found else stored
 
 
 def _essential(config_yaml: str) -> list[tuple[int, str]]:

@@ -44,7 +44,7 @@ _SEEN = _DRAWN | {"level", "cell"}
 _CHESS = _DRAWN | {"path", "max_bad_rows", "nodes", "layout"}
 _ROWS = frozenset({"path", "max_rows", "max_bad_rows", "symbolic"})
 _IMAGES = frozenset({"images", "image_root", "image_urls"})
-_COLUMNS = frozenset({"prompt", "answer", "solution"}) | _IMAGES
+_COLUMNS = frozenset({"prompt", "answer", "solution", "held_out"}) | _IMAGES
 _ON_HUB = frozenset({"config", "split"})
 ROW_SETS = (
     *("math500", "aime24", "aime25", "amc", "deepscaler", "dapo_math", "openr1_math", "openmathreasoning"),
@@ -82,7 +82,7 @@ OPTIONS: dict[str, frozenset[str]] = {
     "chess-reason": _CHESS - {"layout"},
     "jsonl": _ROWS | _COLUMNS | _ON_HUB,
     "hub": _ROWS | _COLUMNS | _ON_HUB,
-    **dict.fromkeys(ROW_SETS, _ROWS | _ON_HUB),
+    **dict.fromkeys(ROW_SETS, _ROWS | _ON_HUB | {"held_out"}),
     "mixture": frozenset({"weights", "paths"}),
 }
 """Fields of `TaskConfig` that each task reads; setting another one is an error. A mixture also reads its parts' fields,
@@ -124,6 +124,9 @@ class TaskConfig:
     none: replies are learned as they are."""
     solution: str = ""
     """jsonl, hub: column of the worked solution, or of the reply; '' is recognised."""
+    held_out: float = 0.05
+    """jsonl, hub: share of the rows of one file (or split of the hub) that is kept from training for validation (dev),
+    and as much again for testing (test)."""
     images: str = ""
     """jsonl, hub, choice, yes_no: column of the images that a question is about; '' is recognised, none reads none."""
     image_root: str = ""
@@ -157,7 +160,17 @@ class TaskConfig:
     KNOWN = frozenset(OPTIONS)
     NAMED_BY = {
         "name": (
-            *("path", "config", "split", "max_rows", "max_bad_rows", "keep_calculator", "prompt", "answer"),
+            *(
+                "held_out",
+                "path",
+                "config",
+                "split",
+                "max_rows",
+                "max_bad_rows",
+                "keep_calculator",
+                "prompt",
+                "answer",
+            ),
             *("images", "image_root", "image_urls"),
             *(
                 "solution",
@@ -198,6 +211,8 @@ class TaskConfig:
         for name in ("max_bad_rows", "max_rows", "num_problems", "nodes"):
             if getattr(self, name) < 0:
                 raise UserError(f"task.{name} = {getattr(self, name)}: expected 0 or more")
+        if not 0 < self.held_out <= 0.45:
+            raise UserError(f"task.held_out = {self.held_out:g}: expected a share above 0 and up to 0.45")
         if self.nodes > MAX_NODES:
             raise UserError(f"task.nodes = {self.nodes}: expected at most {MAX_NODES:,}")
         if self.layout not in GAPS:
@@ -342,6 +357,7 @@ def _rows(config: TaskConfig) -> Jsonl:
         split=config.split,
         max_rows=config.max_rows,
         max_bad_rows=config.max_bad_rows,
+        held_out=config.held_out,
     )
 
 
@@ -446,7 +462,10 @@ def check_gold(
 
 def told_of(task: Task, num_problems: int) -> list[str]:
     """Return what a program that trains says of its data: what was recognised, and that there is little of it."""
-    lines = [text for part in tasks_inside(task).values() if (text := getattr(part, "recognised", ""))]
+    parts = tasks_inside(task).values()
+    lines = [
+        text for part in parts for name in ("recognised", "divided") if (text := getattr(part, name, ""))
+    ]
     if num_problems < FEW_PROBLEMS:
         lines.append(
             f"warning: only {num_problems} problems to train on: the model will know them by heart before it has "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -25,13 +26,17 @@ from whet.tasks.read import (
     first_row,
     is_hub_name,
     read_file,
+    refuse_kind,
     select_files,
     select_split,
     sift,
+    split_of,
 )
 from whet.tasks.sets import HubSet, known_set
 from whet.types import Problem, UserError, problem_uid
 
+FEW_HELD_OUT, HOLDS_MORE = 50, 20.0
+"""Fewer rows to test on are said to be few, and the share in percent that is proposed then."""
 SHOWN = 160
 """Characters of the sample row that `Jsonl.recognised` shows of each field."""
 COLUMN = "column"
@@ -43,8 +48,8 @@ TOOLS, CALLS = "tools", "tool_calls"
 class Jsonl:
     """Problems from a file, from a folder with train and test files, or from the hub.
 
-    A file is split by hash of the prompt: 5 % 'dev', 5 % 'test'. In a folder, 'dev' is 5 % of the train file. On the
-    hub the splits train and test are used, or one split, which is split like a file.
+    A file is split by hash of the prompt: 5 % 'dev', 5 % 'test' (`held_out`). In a folder, 'dev' is 5 % of the train
+    file. On the hub the splits train and test are used, or one split, which is split like a file.
 
     A row is a question with an answer, a worked solution or a reply; a chat, whose last assistant message is the reply
     and all before it the question; or plain text. If the answer is inside a worked text or a reply, it is taken from
@@ -58,6 +63,7 @@ class Jsonl:
         answer_type: 'text', or what the answers of a data set with a name are.
         bad_rows: Rows skipped so far.
         num_duplicates: Repeated rows dropped so far.
+        divided: How the rows of one file or split were divided; '' before, and for other data.
         recognised: What each column was taken for, and a sample row; '' before anything was read.
         no_gold: Why problems have no answer; '' where they have one.
     """
@@ -78,6 +84,7 @@ class Jsonl:
         split: str = "",
         max_rows: int = 0,
         max_bad_rows: int = 0,
+        held_out: float = 0.01 * TEST_PERCENT,
     ) -> None:
         """Set the location of the data; rows are read when a split is requested.
 
@@ -95,6 +102,7 @@ class Jsonl:
             split: Split on the hub, if it is to be only one.
             max_rows: Rows to read of each file or split, from the front; of the hub they are streamed. 0 reads all.
             max_bad_rows: Bad rows per file that are tolerated.
+            held_out: Share of 'dev', and of 'test', where one file or split is divided.
         """
         self.name = name
         place = Path(path) if str(path) else None
@@ -128,16 +136,22 @@ class Jsonl:
         on_hub = self._known if self._path is None else None
         self._max_rows = max_rows or (on_hub.max_rows if on_hub else 0)
         self._max_bad_rows = max_bad_rows
+        self._percent = 100 * held_out
         self._files: dict[Any, list[Problem]] = {}
         self._parts: dict[str, Part] | None = None
         self.bad_rows: list[BadRow] = []
         self.num_duplicates = 0
-        self.recognised = self.no_gold = ""
+        self.recognised = self.divided = self.no_gold = ""
 
     def problems(self, split: str) -> list[Problem]:
         """Return all problems of 'train', 'dev' or 'test'."""
         if self._path is not None:
-            return select_files(self._path, split, self._file, ENDINGS, name=self.name)
+            found = select_files(
+                self._path, split, self._file, ENDINGS, name=self.name, percent=self._percent
+            )
+            if self._path.is_file():
+                self._tell_division(self._path.name, self._file(self._path))
+            return found
         check_split(split)
         if self._parts is None:
             self._parts = self._found_parts()
@@ -145,8 +159,26 @@ class Jsonl:
             return list(self._part(self._parts[TEST]))
         if TRAIN not in self._parts:
             return []
-        percent = 0 if TEST in self._parts else TEST_PERCENT
-        return select_split(self._part(self._parts[TRAIN]), split, test_percent=percent)
+        rows = self._part(self._parts[TRAIN])
+        if TEST in self._parts:
+            return select_split(rows, split, dev_percent=self._percent)
+        self._tell_division(str(self._parts[TRAIN]), rows)
+        return select_split(rows, split, dev_percent=self._percent, test_percent=self._percent)
+
+    def _tell_division(self, source: str, problems: Sequence[Problem]) -> None:
+        """Note how many rows are kept from training."""
+        if self.divided:
+            return
+        uids = (problem.meta.get("prompt_uid", problem.uid) for problem in problems)
+        counts = Counter(split_of(uid, dev_percent=self._percent, test_percent=self._percent) for uid in uids)
+        few = " too few to show a difference;" if counts["test"] < FEW_HELD_OUT else ""
+        more = (
+            "" if self._percent > HOLDS_MORE else f"{few} --task.held-out {HOLDS_MORE / 100:g} holds out more"
+        )
+        self.divided = (
+            f"{source}: {counts['train']:,} of {len(problems):,} rows are trained on, {counts['dev']:,} held out for "
+            f"validation, {counts['test']:,} for testing{f' ({more.strip()})' if more else ''}"
+        )
 
     def is_correct(self, problem: Problem, answer: str | None) -> bool:
         """Judge an extracted final answer."""
@@ -184,6 +216,7 @@ class Jsonl:
 
     def _file(self, path: Path) -> list[Problem]:
         if path not in self._files:
+            refuse_kind(path)
             present = first_row(path)
             self._files[path] = self._read(path.name, self._prepared(present) or present, path)
         return self._files[path]

@@ -37,6 +37,7 @@ FILES_AT_ONCE = 16
 """Rows of a parquet file with a binary column, such as images, that are made into Python's objects together."""
 DEV_PERCENT = TEST_PERCENT = 5
 CSV = (".csv", ".tsv")
+SHEETS = (".xlsx", ".xls", ".xlsm", ".ods", ".numbers")
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", *CSV, ".parquet")
 
 
@@ -319,15 +320,36 @@ def read_file(
     max_rows: int = 0,
 ) -> tuple[list[tuple[int, Any]], list[BadRow]]:
     """Read a file by its ending: .parquet, .csv, .tsv, .json (one array, or lines), else JSON lines."""
-    read = read_csv if path.suffix in CSV else read_parquet if path.suffix == ".parquet" else read_jsonl
+    refuse_kind(path)
+    suffix = path.suffix.lower()
+    read = read_csv if suffix in CSV else read_parquet if suffix == ".parquet" else read_jsonl
     if _is_array(path):
         read = read_json_array
     return read(path, required=required, max_bad_rows=max_bad_rows, check=check, max_rows=max_rows)
 
 
+def refuse_kind(path: Path) -> None:
+    """Refuse a file that holds no rows of a kind that is read here, by its ending.
+
+    Raises:
+        UserError: With what to save instead.
+    """
+    suffix, name = path.suffix.lower(), path.name
+    if suffix in SHEETS:
+        raise UserError(f"{name}: a spreadsheet, which is not read; save it as CSV in UTF-8")
+    if name.lower().endswith(ENDINGS) or not path.is_file():
+        return
+    begun = next((text for _, line in _lines(path) if (text := line.strip())), b"{")
+    if begun[:1] != b"{":
+        raise UserError(
+            f"{name}: not rows; expected {', '.join(ENDINGS)} (plain text to learn: one JSON object a line, as in "
+            '{"text": "..."})'
+        )
+
+
 def first_row(path: Path) -> Row:
     """Return the first object with a name in it of a file that `read_file` reads; {} if there is none."""
-    if path.suffix in CSV:
+    if path.suffix.lower() in CSV:
         try:
             return next(iter(_csv_rows(path, errors="replace")), {})
         except csv.Error:  # reading it says what is wrong
@@ -335,7 +357,8 @@ def first_row(path: Path) -> Row:
     if _is_array(path):
         found, _ = read_json_array(path, required=[], max_bad_rows=sys.maxsize)
         return next((row for _, row in found if row), {})
-    rows = _parquet_rows(path) if path.suffix == ".parquet" else (_parse(line) for _, line in _lines(path))
+    is_parquet = path.suffix.lower() == ".parquet"
+    rows = _parquet_rows(path) if is_parquet else (_parse(line) for _, line in _lines(path))
     return next((row for row in rows if isinstance(row, dict) and row), {})
 
 
@@ -343,7 +366,7 @@ def _is_array(path: Path) -> bool:
     """Say whether a .json file is one array, and not JSON lines."""
     first = (
         next((text for _, line in _lines(path) if (text := line.lstrip())), b"")
-        if path.suffix == ".json"
+        if path.suffix.lower() == ".json"
         else b""
     )
     return first[:1] == b"["
@@ -366,14 +389,16 @@ def split_of(uid: str, *, dev_percent: float, test_percent: float) -> Split:
     return "dev" if place < test_percent + dev_percent else "train"
 
 
-def select_split(problems: Iterable[Problem], split: str, *, test_percent: float = 0) -> list[Problem]:
-    """Keep the problems of a split; `DEV_PERCENT` of all are 'dev'; equal prompts stay together."""
+def select_split(
+    problems: Iterable[Problem], split: str, *, dev_percent: float = DEV_PERCENT, test_percent: float = 0
+) -> list[Problem]:
+    """Keep the problems of a split; equal prompts stay together."""
     check_split(split)
     uids = ((problem, problem.meta.get("prompt_uid", problem.uid)) for problem in problems)
     return [
         problem
         for problem, uid in uids
-        if split_of(uid, dev_percent=DEV_PERCENT, test_percent=test_percent) == split
+        if split_of(uid, dev_percent=dev_percent, test_percent=test_percent) == split
     ]
 
 
@@ -384,8 +409,9 @@ def select_files(
     endings: Sequence[str] = ENDINGS,
     *,
     name: str = "",
+    percent: float = TEST_PERCENT,
 ) -> list[Problem]:
-    """Return a split of a file (5 % 'dev', 5 % 'test') or of a folder ('dev' is 5 % of its train file).
+    """Return a split of a file or of a folder.
 
     Args:
         path: File, or folder with a train and a test file; a parquet file may be sharded
@@ -394,13 +420,14 @@ def select_files(
         load: Returns the problems of a file.
         endings: Endings of the files to look for in a folder, best first.
         name: Name of the data set, with which its files may begin (`math500_test.json`).
+        percent: Share of 'dev', and of 'test' where a file is divided; a folder has a test file of its own.
 
     Raises:
         UserError: If the folder has no such file.
     """
     check_split(split)
     if path.is_file():
-        return select_split(load(path), split, test_percent=TEST_PERCENT)
+        return select_split(load(path), split, dev_percent=percent, test_percent=percent)
     part = "test" if split == "test" else "train"
     names = [f"{begin}{part}{end}" for begin in ("", *([f"{name}_"] * bool(name))) for end in endings]
     files = [path / name for name in names if (path / name).is_file()][:1]
@@ -409,7 +436,7 @@ def select_files(
         raise UserError(f"{path}: no {part}{endings[0]} there; check --task.path")
     unique = {problem.uid: problem for file in reversed(files) for problem in reversed(load(file))}
     problems = list(reversed(unique.values()))  # of a row that is in two shards, the first is kept
-    return problems if split == "test" else select_split(problems, split)
+    return problems if split == "test" else select_split(problems, split, dev_percent=percent)
 
 
 def check_split(split: str) -> None:

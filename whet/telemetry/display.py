@@ -6,12 +6,14 @@ Text that a model may have written is never read as markup, and its control char
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
 import unicodedata
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol, TextIO
 
 from rich import box
@@ -93,11 +95,27 @@ def open_display(
     """
     if not enabled:
         return PlainDisplay(title, total_steps, headline, stream=None, unit=unit)
+    if _is_step_told:
+        return PlainDisplay(title, total_steps, headline, stream=sys.stdout, unit=unit, has_steps=False)
     dumb = os.environ.get("CI") or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     if sys.stdout.isatty() and unicode and not dumb:
         return LiveDisplay(title, total_steps, headline)
     return PlainDisplay(title, total_steps, headline, stream=sys.stdout, unit=unit)
+
+
+_is_step_told = False
+
+
+@contextmanager
+def steps_told_elsewhere() -> Iterator[None]:
+    """Leave out the steps' own lines meanwhile: the caller prints each step."""
+    global _is_step_told
+    before, _is_step_told = _is_step_told, True
+    try:
+        yield
+    finally:
+        _is_step_told = before
 
 
 def advancing(display: Display) -> Callable[[int], None]:
@@ -228,6 +246,7 @@ class PlainDisplay:
         *,
         stream: TextIO | None = None,
         unit: str = "step",
+        has_steps: bool = True,
     ) -> None:
         """Open it.
 
@@ -236,9 +255,10 @@ class PlainDisplay:
             total_steps: Steps of the whole run.
             headline: Metrics to show.
             stream: Destination of the lines; None shows nothing.
+            has_steps: Whether steps have lines.
         """
         self._progress = _Progress(total_steps, headline)
-        self._stream = stream
+        self._stream, self._has_steps = stream, has_steps
         self._shown_step: int | None = None
         self._shown_at = 0.0
         self._unit = unit
@@ -259,7 +279,7 @@ class PlainDisplay:
             or step % every == 0
             or now - self._shown_at >= PLAIN_SECONDS
         )
-        if due and step != self._shown_step:
+        if self._has_steps and due and step != self._shown_step:
             self._shown_step, self._shown_at = step, now
             current = self._progress.values
             shown = [
@@ -318,13 +338,29 @@ class PlainDisplay:
         self.close()
 
     def _print(self, text: str) -> None:
-        if self._stream is not None:
-            encoding = self._stream.encoding or "utf-8"
-            print(
-                escape_controls(text).encode(encoding, "backslashreplace").decode(encoding),
-                file=self._stream,
-                flush=True,
-            )
+        if self._stream is None:
+            return
+        encoding = self._stream.encoding or "utf-8"
+        line = escape_controls(text).encode(encoding, "backslashreplace").decode(encoding)
+        try:
+            print(line, file=self._stream, flush=True)
+        except BrokenPipeError:
+            if not _stop_unread(self._stream):
+                raise
+
+
+def _stop_unread(stream: TextIO) -> bool:
+    """End a program whose lines nobody reads any more (`| head`) as one whose terminal is gone: a training saves first,
+    and under `nohup` it goes on. Return False where nothing takes care of that."""
+    hangup = getattr(signal, "SIGHUP", None)
+    handler = signal.getsignal(hangup) if hangup is not None else signal.SIG_DFL
+    if hangup is None or handler in (signal.SIG_DFL, None):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # what is printed from now on must not fail
+    if handler is not signal.SIG_IGN:
+        print("whet: the output is a pipe that nobody reads any more", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), hangup)
+    return True
 
 
 class _Phase:

@@ -223,6 +223,17 @@ def write_provenance(
     return _write_sealed(path, content)
 
 
+def note_config(folder: Path, config_yaml: str) -> None:
+    """Note that a run goes on with another number of steps: its config.yaml is this one from now on."""
+    path = folder / PROVENANCE
+    known = read_json(path) if path.is_file() else {}
+    if _is_whole(known):
+        hashed = hashlib.sha256(config_yaml.encode()).hexdigest()
+        _write_sealed(
+            path, known | {"config_sha256": hashed, "essential_sha256": essential_hash(config_yaml)}
+        )
+
+
 def _write_sealed(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     """Write a provenance with its seal, at once or not at all; return it."""
     content = {name: value for name, value in content.items() if name != "seal"}

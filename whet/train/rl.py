@@ -23,7 +23,7 @@ from whet.model.weights import model_folder
 from whet.ranks.collectives import all_reduce_sum, rank, world_size
 from whet.ranks.fsdp import gathered
 from whet.ranks.ray import run_group
-from whet.rewards.base import WeightedReward
+from whet.rewards.base import WeightedReward, own_name
 from whet.rewards.judge.divergence import judge_diverges, thin
 from whet.rewards.judge.judge import Judge
 from whet.storage.checkpoint import Resume
@@ -58,7 +58,6 @@ from whet.train.session import (
 from whet.train.setup import audit_parts, load_rl
 from whet.types import Group, Problem, Task, UserError
 
-HEADLINE = ("rl/correct", "rl/reward_mean", "rl/thinking_tokens", "rl/entropy", "rl/groups_with_signal")
 SOLVED = 0.99
 STALE_GAP, STALE_FACTOR = 1e-3, 30
 """A sampler's copy has old weights in it if log-probabilities differ by more nats than this, and by this factor more
@@ -156,7 +155,13 @@ def _steps(config: RLConfig, resume: Resume) -> Generator[TrainStep, None, Polic
     ):
         objective = Objective.of(config, policy)  # copies the policy, which a run deals out over the ranks
         run = Run(
-            "rl", config, policy, tracking, best="eval/greedy", higher_is_better=True, headline=HEADLINE
+            "rl",
+            config,
+            policy,
+            tracking,
+            best="eval/greedy",
+            higher_is_better=True,
+            headline=headline(config, policy),
         )
         order: DataOrder = data_order(task, kept, config.seed)
         if config.self_play.share:
@@ -221,6 +226,14 @@ def _steps(config: RLConfig, resume: Resume) -> Generator[TrainStep, None, Polic
                 yield done
     run.write_summary({"sampler_vs_trainer": str(probe), **question_of(task, setup.problems)})
     return policy
+
+
+def headline(config: RLConfig, policy: Policy) -> tuple[str, ...]:
+    """Return the metrics that a step's line shows: also each reward of the user's own, and a penalty in the mean."""
+    own = [f"rl/reward/{own_name(reward)}" for reward in config.reward]
+    own += ["rl/reward/overlong"] if config.algo.overlong in ("soft", "hard") else []
+    length = "rl/thinking_tokens" if policy.schema.has_thinking else "rl/completion_tokens"
+    return ("rl/correct", "rl/reward_mean", *own, length, "rl/entropy", "rl/groups_with_signal")
 
 
 def heat_warnings(temperature: float) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from whet.config import dump_yaml, user_path
+from whet.config import dump_yaml, read_yaml, user_path
 from whet.eval.compare.asked import FILES
 from whet.generate.policy import Policy, PolicyConfig, load_policy, resolve_device, written_date
 from whet.kernels import dispatch
@@ -37,7 +37,15 @@ from whet.ranks.collectives import all_reduce_max, is_distributed, is_share, on_
 from whet.ranks.fsdp import ParallelConfig, fill, sharding, whole_copies
 from whet.report.markdown import write_report
 from whet.sandbox.reentry import refuse_reentry
-from whet.storage.checkpoint import Loaded, LogHashes, Resume, load_step, not_finite, save_step
+from whet.storage.checkpoint import (
+    Loaded,
+    LogHashes,
+    Resume,
+    load_step,
+    not_finite,
+    save_step,
+    saved_steps,
+)
 from whet.storage.commit import DiskFullError, commit_folder
 from whet.storage.folder import check_folder, displaced, open_run
 from whet.tasks.base import TaskConfig, check_gold, tasks_of, told_of
@@ -46,12 +54,19 @@ from whet.tasks.quarantine import write_quarantine
 from whet.telemetry import heartbeat
 from whet.telemetry.heartbeat import SHOW_CURSOR, Heartbeat
 from whet.telemetry.log import replace_file, write_warning
-from whet.telemetry.provenance import inputs_of, known_inputs, write_environment, write_provenance
+from whet.telemetry.provenance import (
+    inputs_of,
+    known_inputs,
+    note_config,
+    write_environment,
+    write_provenance,
+)
 from whet.telemetry.trackers import TrackConfig, Tracking
 from whet.train.optim.safety import SafetyConfig, set_deterministic
 from whet.train.optim.step import (
     OptimConfig,
     dtypes,
+    learning_rate,
     parameter_dtype,
     prepare_model,
     release_freed,
@@ -317,7 +332,13 @@ def open_folder(config: RunConfig, *, resume: Resume) -> Path:
     folder = Path(config.out)
 
     def prepare() -> None:
+        path, told = folder / "config.yaml", ""
+        if resume is not False and path.is_file():
+            told = _more_steps(config, read_yaml(path).get("num_steps"), max(saved_steps(folder), default=0))
         open_run(folder, dump_yaml(config), resume=resume is not False)
+        if told:
+            note_config(folder, path.read_text(encoding="utf-8"))
+            print(f"whet: {told}", flush=True)
         facts = write_environment(folder)
         print(f"whet: kernels: {facts['kernels']}", flush=True)
 
@@ -325,6 +346,34 @@ def open_folder(config: RunConfig, *, resume: Resume) -> Path:
     _end_heartbeat(None)  # of the loading
     Heartbeat(folder, rank(), timeout_s=config.safety.hang_timeout_s).__enter__()
     return folder
+
+
+def _more_steps(config: RunConfig, before: object, done: int) -> str:
+    """Say what it means that a run is resumed for another number of steps; '' where it is not.
+
+    Args:
+        config: Its settings.
+        before: The number of steps that it was started for.
+        done: Steps that are saved.
+
+    Raises:
+        UserError: If it has done more steps than that already.
+    """
+    steps = config.num_steps
+    if not isinstance(before, int) or before == steps or "num_steps" not in config.__dataclass_fields__:
+        return ""
+    if steps < done:
+        raise UserError(
+            f"num_steps = {steps}: {config.out} has done {done} already; give more, or begin another run from it: "
+            f"--model {config.out} --out FOLDER"
+        )
+    if config.optim.schedule == "constant":
+        return f"{before} steps become {steps}, as if they had been {steps} from the start"
+    was, now = (learning_rate(config.optim, min(done, count - 1), count) for count in (before, steps))
+    return (
+        f"{before} steps become {steps}: optim.schedule = {config.optim.schedule} is planned anew over all {steps}, so "
+        f"the learning rate goes on at {now:.2g} (before: {was:.2g}); one run of {steps} steps would be another"
+    )
 
 
 def end_check(config: RunConfig, told: Sequence[str], *, resume: Resume) -> None:
@@ -416,8 +465,14 @@ def finish(config: RunConfig) -> None:
     folder = Path(config.out)
     if rank() == 0:
         write_report(folder)
-        print(f"done: {folder}  (checkpoint: {folder / 'checkpoints'}, report: {folder / 'report.md'})")
+        print(f"done: {folder}  (a model, by this name: --model {folder}; report: {folder / 'report.md'})")
         print(next_steps(config))
+        if "num_steps" in config.__dataclass_fields__:
+            program = type(config).__name__.removesuffix("Config").lower()
+            more = shlex.join(
+                ["whet", program, config.out, "--resume", "--num-steps", str(2 * config.num_steps)]
+            )
+            print(f"more steps: {more}")
 
 
 def write_changes(config: RunConfig) -> dict[str, float]:

@@ -543,6 +543,10 @@ def _jobs(
                 raise UserError("eval.tasks: compare works on one task; leave it out and set eval.task.name")
             out = str(folder / "evals" / quote(names[index], safe=""))
             jobs[index] = replace(start, out=out, policy=_with_init(start.policy, place))
+    # None of them is measured on rows that one was trained on.
+    splits = {evaluate.chosen_split(job.split, job.task, job.policy) for job in jobs.values()}
+    if "test" in splits:
+        jobs = {index: replace(job, split="test") for index, job in jobs.items()}
     asked = _asked_alike([job.policy for job in jobs.values()])
     return {index: replace(jobs[index], policy=policy) for index, policy in zip(jobs, asked, strict=True)}
 
@@ -555,8 +559,8 @@ ASKED_BY = (
 
 
 def _asked_alike(policies: Sequence[PolicyConfig]) -> list[PolicyConfig]:
-    """Ask all models as the runs among them were trained, in what the caller leaves open: a model as a run began from
-    it knows nothing of the schema or the template that the run was given."""
+    """Ask a model that has no protocol of its own as the first run among the others was trained, in what the caller
+    leaves open: what a run began from knows nothing of the schema or the template that the run was given."""
     given: dict[str, Any] = {}
     for policy in policies:
         path = _run_of(policy.init) / "config.yaml"
@@ -565,13 +569,14 @@ def _asked_alike(policies: Sequence[PolicyConfig]) -> list[PolicyConfig]:
             own = from_dict(PolicyConfig, fields, where=f"{path}: policy")
             given = {name: getattr(own, name) for name in ASKED_BY}
     default = PolicyConfig(init="any")
-    return [
-        replace(
-            policy,
-            **{name: v for name, v in given.items() if getattr(policy, name) == getattr(default, name)},
-        )
-        for policy in policies
-    ]
+
+    def asked(policy: PolicyConfig) -> PolicyConfig:
+        if any((_run_of(policy.init) / name).is_file() for name in ("config.yaml", "protocol.json")):
+            return policy
+        open_ = (name for name in given if getattr(policy, name) == getattr(default, name))
+        return replace(policy, **{name: given[name] for name in open_})
+
+    return list(map(asked, policies))
 
 
 def _run_of(place: str) -> Path:

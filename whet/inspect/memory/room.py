@@ -108,6 +108,9 @@ def sized(config: Trained, typed: Collection[str]) -> Trained:
     Returns:
         The config, changed only in fields that the user did not give.
     """
+    if config.lora.rank and not {"optim", "optim.lr"} & set(typed) and config.optim.lr < ADAPTER_LR:
+        print(f"whet: optim.lr = {ADAPTER_LR:g}, which suits adapters", file=sys.stderr, flush=True)
+        config = replace(config, optim=replace(config.optim, lr=ADAPTER_LR))
     work = _work(config)
     if work is None:
         return config

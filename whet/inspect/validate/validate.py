@@ -18,7 +18,7 @@ from rich.text import Text
 
 from whet.config import align, dump_yaml
 from whet.eval import evaluate
-from whet.eval.evaluate import EvalConfig, fitting_problems
+from whet.eval.evaluate import EvalConfig, chosen_split, fitting_problems
 from whet.eval.probe import probe
 from whet.eval.probe.probe import ProbeConfig
 from whet.generate.policy import load_policy
@@ -115,7 +115,8 @@ def _inspect(config: ValidateConfig) -> list[str]:
     Raises:
         UserError: With the first that is missing or does not fit.
     """
-    wanted = ((config.sft.task, "train"), (config.rl.task, "train"), (config.eval.task, config.eval.split))
+    measured = chosen_split(config.eval.split, config.eval.task, config.eval.policy)
+    wanted = ((config.sft.task, "train"), (config.rl.task, "train"), (config.eval.task, measured))
     found: list[tuple[Task, list[Problem]]] = []
     for own, split in wanted:
         task = load_task(own)
