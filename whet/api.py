@@ -993,7 +993,7 @@ def evaluate(
     *,
     num_samples: int = 8,
     num_problems: int = 200,
-    split: str = "auto",
+    split: str = "test",
     max_new_tokens: int = 256,
     temperature: float = 1.0,
     answer_from: Literal["schema", "anywhere"] = "schema",
@@ -1006,8 +1006,8 @@ def evaluate(
         task: The task, or what `Task.from_rows` takes.
         num_samples: Completions per problem besides the greedy one.
         num_problems: Problems, the first of the split's hash order; 0 takes all.
-        split: Part of the data: train, dev, test or all. 'auto' takes all rows of a file, but the part that training
-            leaves out (test) where the policy was trained on that file, and of all other data.
+        split: Part of the data: train, dev, test (5 % of a file's rows, which training leaves out) or all. 'auto' takes
+            all rows of a file, but test where the policy was trained on that file, and of all other data.
         max_new_tokens: Longest completion in tokens.
         temperature: Of the samples.
         answer_from: 'anywhere' also takes boxes, phrases and the last number for an answer.

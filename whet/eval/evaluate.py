@@ -132,9 +132,10 @@ class EvalConfig:
 
 
 def take_problems(task: Task, split: str, count: int) -> list[Problem]:
-    """Return the first `count` problems of a split, or of all splits, by uid (0: all): a fixed random sample."""
-    parts = ("train", "dev", "test") if split == ALL else (split,)
-    problems = sorted((p for part in parts for p in task.problems(part)), key=lambda problem: problem.uid)
+    """Return the first `count` problems of a split by uid (0: all): a fixed random sample. Of all splits those to test
+    on come first, so that a model that was trained on the others can be compared."""
+    parts = ("test", "dev", "train") if split == ALL else (split,)
+    problems = [p for part in parts for p in sorted(task.problems(part), key=lambda problem: problem.uid)]
     return problems[:count] if count else problems
 
 
@@ -179,7 +180,10 @@ def split_note(config: EvalConfig, own: TaskConfig, task: Task, split: str) -> s
         return ""
     name, count = Path(own.path).name, len(take_problems(task, ALL, 0))
     if split == ALL:
-        return f"{name}: all {count:,} rows are measured (--split test: those alone that training leaves out)"
+        some = f"{config.num_problems:,} of all" if 0 < config.num_problems < count else "all"
+        return (
+            f"{name}: {some} {count:,} rows are measured (--split test: those alone that training leaves out)"
+        )
     held_out = len(task.problems("test"))
     return (
         f"{name}: {held_out:,} of {count:,} rows are measured, which were not trained on (all: --split all; more: "

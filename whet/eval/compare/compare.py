@@ -58,7 +58,7 @@ from whet.model.files import is_hub_name, read_json
 from whet.model.vision.reading import shown
 from whet.stats import share_interval
 from whet.storage.folder import check_folder, dated, open_run
-from whet.tasks.base import TaskConfig
+from whet.tasks.base import TaskConfig, load_task
 from whet.telemetry.display import advancing, clock, escape_controls, open_display
 from whet.telemetry.provenance import no_run, resolve_run
 from whet.types import UserError
@@ -310,6 +310,11 @@ def main(config: CompareConfig, *, resume: bool = False) -> None:
         why = "as the other evaluation" if any(map(_is_evaluation, places)) else "as trained"
         told = f"{job.task.name}/{job.split}, {why}: {job.num_problems} problems x {job.num_samples} samples"
         print(f"evaluated on {told}; --eval RECIPE for something else", flush=True)
+    if jobs and "test" in (job.split for job in jobs.values()):
+        job = next(iter(jobs.values()))
+        asked = replace(job, split=_protocol(config, places).split)
+        if note := evaluate.split_note(asked, job.task, load_task(job.task), job.split):
+            print(f"whet: {note}", flush=True)
     policies = _asked_alike([_policy_of(config, place) for place in places]) if prompts else []
     plain = bool(prompts) and _is_plain(config, policies)
     date = _date(places)
