@@ -42,6 +42,7 @@ from whet.config import (
     leaves,
     meant,
     to_dict,
+    unwrap,
     user_path,
 )
 from whet.editing import edit as editing
@@ -1266,6 +1267,13 @@ def _made(cls: type[C], given: Mapping[str, Any]) -> C:
                 f"{group} = {values[group]!r:.60} and {name}: give {name} within {group}, as a dict"
             )
         values[group] = {**values.get(group, {}), name: values.pop(name)}
+    for name, value in values.items():
+        part = unwrap(known[name])[0] if name in known else None
+        if is_dataclass(part) and value is not None and not isinstance(value, Mapping):
+            first = fields(part)[0].name  # pyright: ignore[reportArgumentType]
+            raise UserError(
+                f"{name} = {value!r:.60}: expected a dict of its fields, as in {name}={{{first!r}: ...}}"
+            )
     return from_dict(cls, values, where="whet")  # pyright: ignore[reportArgumentType]
 
 

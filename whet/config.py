@@ -480,10 +480,7 @@ def _join(path: str, name: str) -> str:
 def _build_group(cls: type[Config], data: Any, *, path: str, where: str, base: Any) -> Config:
     """Build one group; missing keys come from `base` (the parent's default for this group), else from cls."""
     if not isinstance(data, Mapping):
-        raise UserError(
-            f"{where}: field {path!r}: got {show(data)}, expected a group of fields, as in {path}: "
-            f"{{{options(cls)[0].name}: ...}}"
-        )
+        raise UserError(f"{where}: field {path!r}: got {show(data)}, expected a group of fields")
     hints = _hints(cls)
     data = _with_new_names(cls, data, path=path, where=where)
     if strange := [key for key in data if key not in hints]:

@@ -281,5 +281,5 @@ def test_the_share_that_is_held_out_is_said_and_can_be_chosen(tmp_path: Path) ->
         )
     with pytest.raises(UserError, match=r"task.held_out = 0.5: expected a share"):
         TaskConfig(name="jsonl", path=str(rows), held_out=0.5)
-    with pytest.raises(UserError, match="held_out is not read by task arithmetic"):
+    with pytest.raises(ValueError, match="held_out is not read by task arithmetic"):
         TaskConfig(held_out=0.2)

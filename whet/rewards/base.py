@@ -294,7 +294,7 @@ def build_rewards(
 def score_completions(
     rewards: Sequence[WeightedReward],
     items: Sequence[Item],
-    known: Mapping[str, Sequence[float]] | None = None,
+    known: Mapping[str, Sequence[float | None]] | None = None,
 ) -> list[tuple[dict[str, float | None], float | None]]:
     """Score completions with every reward.
 
