@@ -504,8 +504,9 @@ def next_steps(config: RunConfig) -> str:
     if getattr(config, "loss", "") == "reward":
         talk = compared = ""
         words = ["whet", "rl", "own", "--reward-model", config.out, "--model", before]
-        pairs = ["--data", config.pairs, "--rewards", "model", "1"] if getattr(config, "pairs", "") else []
-        compared = shlex.join([*words, *pairs]) if before else ""
+        pairs = getattr(config, "pairs", "")
+        own = ["--data", pairs, "--rewards", "model", "1"] if pairs else []
+        compared = shlex.join([*words, *own]) if before else ""
     steps = [f"whet {talk} {run}" if talk else "", f"whet report {run}", compared if before else ""]
     return f"next: {' | '.join(filter(None, steps))}"
 

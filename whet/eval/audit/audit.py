@@ -151,7 +151,7 @@ class _Auditor:
     ) -> None:
         self.task = task
         self.ends_at, self.tell = time.monotonic() + limit_s, tell
-        self.num_skipped = 0
+        self.num_calls = self.num_skipped = 0
         # Rewards of an environment or judge are not functions of the text, so they cannot be tested here.
         self.rewards = [reward for reward in rewards if reward.function or reward.many]
         self.is_whole = len(self.rewards) == len(rewards)
@@ -273,7 +273,8 @@ class _Auditor:
             scored = score_completions(self.pooled, [(problem, text) for text in part])
             self.audit.seconds.append((time.perf_counter() - began) / len(part))
             self.scores |= {(problem.uid, text): row for text, (row, _) in zip(part, scored, strict=True)}
-            self.tell(len(self.scores))
+            self.num_calls += len(part)
+            self.tell(self.num_calls)
 
     def _has_time(self, problem: Problem, completion: str) -> bool:
         """Say whether a case is tried; count those that are not."""
@@ -288,7 +289,7 @@ class _Auditor:
         ((_, total),) = self._timed(
             lambda: score_completions(self.rewards, [(problem, completion)], known), completion
         )
-        self.tell(len(self.scores))
+        self.tell(self.num_calls)
         return total
 
     def _is_right(self, problem: Problem, answer: str) -> bool | None:
@@ -304,6 +305,7 @@ class _Auditor:
             call()
             seconds = min(seconds, time.perf_counter() - began)
         self.audit.seconds.append(seconds)
+        self.num_calls += 1
         self.quick.add(
             seconds <= self.limit_s,
             lambda: (
@@ -344,7 +346,7 @@ def audit_task(
         num_measured: Problems whose memory is measured, which is slow.
         on_done: Called with 1 after each problem.
         limit_s: Seconds after which hostile cases and further problems are left out.
-        tell: Called with the number of completions that the user's rewards have scored, after each batch.
+        tell: Called with the calls of rewards and judge so far, after each of them.
 
     Raises:
         UserError: If there is no problem, or a reward fails.
@@ -385,7 +387,7 @@ def preflight(
         nonlocal told
         if (now := time.monotonic()) - told > TOLD_S:
             told = now
-            text = f"trying the rewards before the run: {count} completions, {now - began:.0f} s"
+            text = f"trying the rewards before the run: {count} calls, {now - began:.0f} s"
             print(f"whet: preflight: {text} (at most {PREFLIGHT_S:g} s)", flush=True)
 
     audit = audit_task(task, rewards, schema, shown, num_measured=0, limit_s=PREFLIGHT_S, tell=tell)
