@@ -1483,11 +1483,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             "if True or (len(without) <= num_tolerated",
         ),
         ("choice", "content.verbatim()) for number", "content) for number"),
-        (
-            "choice",
-            "if TEST in self._parts:\n            return select_split",
-            "if False:\n            return select_split",
-        ),
+        ("choice", "        if TEST in self._parts:", "        if False:"),
         (
             "choice",
             "problem_uid(self.name, content.key, names)",

@@ -396,8 +396,10 @@ def test_safety_and_trackers_may_change_when_a_run_goes_on(tiny_policy: PolicyCo
     config = make_config(tiny_policy, tmp_path)
     train(config)
     train(replace(config, safety=SafetyConfig(deterministic="warn", keep=3)), resume=True)
-    with pytest.raises(UserError, match=r"config.yaml line \d+ has 'num_steps: 8', you gave 'num_steps: 9'"):
-        train(replace(config, num_steps=9), resume=True)
+    with pytest.raises(
+        UserError, match=r"config.yaml line \d+ has 'batch_size: \d', you gave 'batch_size: 9'"
+    ):
+        train(replace(config, batch_size=9), resume=True)
 
 
 def test_out_of_memory_halves_the_micro_batch_for_the_same_gradient(

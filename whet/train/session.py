@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from whet.config import dump_yaml, read_yaml, user_path
+from whet.config import default_data, dump_yaml, read_yaml, to_dict, user_path
 from whet.eval.compare.asked import FILES
 from whet.generate.policy import Policy, PolicyConfig, load_policy, resolve_device, written_date
 from whet.kernels import dispatch
@@ -561,11 +561,11 @@ def _task_words(task: TaskConfig) -> list[str]:
         layout = ["--eval.task.layout", task.layout] if task.layout != "padded" else []
         return ["--task", "chess", *layout]
     words = ["--task", task.name, *(["--data", task.path] if task.path else [])]
-    for item in fields(task):
-        value = getattr(task, item.name)
-        if item.name in ("name", "path") or value in (item.default, {}):
+    usual = default_data(TaskConfig)
+    for name, value in to_dict(task).items():
+        if name in ("name", "path") or value == usual[name]:
             continue
-        words.append(f"--eval.task.{item.name.replace('_', '-')}")
+        words.append(f"--eval.task.{name.replace('_', '-')}")
         if isinstance(value, dict):
             words += [
                 f"{part:g}" if isinstance(part, float) else part for pair in value.items() for part in pair
