@@ -709,6 +709,17 @@ def test_a_report_that_no_runtime_checked_claims_nothing(
     assert "checked by" not in text
 
 
+@pytest.mark.parametrize(("kind", "has_note"), [("mistral", True), ("gemma3_text", False)])
+def test_windows_that_mlx_lm_does_not_have_are_noted(
+    kind: str, has_note: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtimes, "missing", lambda _: "mlx_lm")
+    shape = from_hf(SMALL | {"model_type": kind, "sliding_window": 32})
+    Policy(build(shape).eval(), Tokenizer.bytes(), SCHEMAS["none"]).save(tmp_path / "model")
+    report = export(config(tmp_path / "model", tmp_path / "out", "mlx"))
+    assert any("no windows for this family" in note for note in report["notes"]) is has_note
+
+
 def test_what_llama_cpp_has_not_is_refused() -> None:
     block = replace(SHAPE.block, has_sinks=True)
     with pytest.raises(UserError, match="has_sinks"):

@@ -1216,15 +1216,30 @@ def _refuse_foreign(data: Mapping[str, Any], architecture: str, where: str) -> N
         )
 
 
-def _with_older_rope(found: dict[str, Any]) -> dict[str, Any]:
-    """Write `rope_parameters`, which transformers 5 alone reads, also as what transformers 4 and mlx-lm read: they take
+def _with_older_keys(found: dict[str, Any]) -> dict[str, Any]:
+    """Write what transformers 5 alone reads also as transformers 4 and mlx-lm read it: of `rope_parameters` they take
     another base and no scaling without a word. A family that has no such form stays as it is."""
     inner = found.get("text_config", found)
     given = inner.get("rope_parameters")
-    if not isinstance(given, dict):
+    more: dict[str, Any] = {}
+    if inner.get("model_type", "").startswith("qwen"):
+        more["num_experts"] = inner.get("num_local_experts")
+    if isinstance(given, dict):
+        more |= _older_rope(given, inner.get("model_type", ""))
+    own = {name: value for name, value in more.items() if value is not None and inner.get(name) is None}
+    if not own:
         return found
+    older = found | {"text_config": inner | own} if "text_config" in found else found | own
+    try:
+        return older if from_hf(older) == from_hf(found) else found
+    except UserError:
+        return found
+
+
+def _older_rope(given: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return the keys that `rope_parameters` had before there were any; None for what they do not say."""
     whole, more = given.get("full_attention", given), {}
-    if inner.get("model_type", "").startswith("gemma3") and "sliding_attention" in given:
+    if kind.startswith("gemma3") and "sliding_attention" in given:
         more["rope_local_base_freq"] = given["sliding_attention"].get("rope_theta")
     more |= {name: whole.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     scaling = {name: value for name, value in whole.items() if name not in more}
@@ -1233,12 +1248,7 @@ def _with_older_rope(found: dict[str, Any]) -> dict[str, Any]:
         scaling = {"type": "longrope"} | {name: scaling.get(name) for name in ("short_factor", "long_factor")}
     if scaling.keys() - {"rope_type"}:
         more["rope_scaling"] = scaling
-    own = {name: value for name, value in more.items() if value is not None and inner.get(name) is None}
-    older = found | {"text_config": inner | own} if "text_config" in found else found | own
-    try:
-        return older if from_hf(older) == from_hf(found) else found
-    except UserError:
-        return found
+    return more
 
 
 def to_hf(
@@ -1288,15 +1298,15 @@ def to_hf(
         if (
             "text_config" not in found
         ):  # the first files of Qwen2.5-VL have the decoder's keys among the others
-            return _with_older_rope(found | shared)
+            return _with_older_keys(found | shared)
         names = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "torch_dtype")
         outer = {name: shared[name] for name in names}
-        return _with_older_rope(found | outer | {"text_config": found["text_config"] | shared})
+        return _with_older_keys(found | outer | {"text_config": found["text_config"] | shared})
     architecture = CLASSIFIERS[kind] if config.is_reward else FAMILIES[kind][0]
     if config.block != PLAIN_BLOCK or kind != config.family:
         for name in ("dtype", "auto_map", "quantization_config"):
             found.pop(name, None)
-        return _with_older_rope(found | {"architectures": [architecture]} | shared)
+        return _with_older_keys(found | {"architectures": [architecture]} | shared)
     shared = {"architectures": [architecture], "model_type": config.family} | shared
     if config.family == "gpt2":
         return shared | {
