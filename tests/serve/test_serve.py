@@ -812,7 +812,7 @@ def chunks_of(reply: httpx.Response) -> list[dict[str, Any]]:
 def test_guidellms_requests_are_answered_with_as_many_tokens_as_they_ask_for(
     server: Running, twin: Policy
 ) -> None:
-    """The bodies of guidellm 0.7's benchmarks; its table is made of the token counts."""
+    """The bodies of guidellm 0.8's benchmarks; its table is made of the token counts."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     for length in (1, 5, 70):
         body = {"model": NAME, "prompt": "Once", "stream": True, "stream_options": options, "stop": None}
@@ -1421,6 +1421,8 @@ def test_paths_and_urls_are_refused_unless_permitted(tmp_path: Path) -> None:
         api = serve_api.Api(policy, scheduler, name=NAME, split_thinking=True)
         for source in (str(tmp_path / "a.png"), "a.png", "https://example.org/a.png"):
             with pytest.raises((UserError, serve_reply.ApiError), match="send (it|a data|the file)"):
-                api._encode_chat(policy, [{"role": "user", "content": [{"type": "image", "image": source}]}])
+                api._encode_chat(
+                    policy, [{"role": "user", "content": [{"type": "image", "image": source}]}], {}
+                )
     with pytest.raises(ValueError, match="no such folder"):
         ServeConfig(policy=PolicyConfig(init="x"), image_root=str(tmp_path / "nowhere"))
