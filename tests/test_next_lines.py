@@ -124,3 +124,15 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_sampled(
         assert "not comparable: protocol.schema.answer_place" in err
         assert "--eval.policy.schema" in err
         assert not (at_home / "both").exists()
+
+
+def test_a_run_that_is_resumed_elsewhere_says_where_its_paths_begin(
+    at_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said(capsys, f"whet sft own --model {at_home}/model --data solved.jsonl {FIT} --out run")
+    (at_home / "deeper").mkdir()
+    monkeypatch.chdir(at_home / "deeper")
+    assert __main__.main(["sft", "../run", "--resume", "--num-steps", "2"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"the run was started in {at_home}, where its paths begin: cd there" in err

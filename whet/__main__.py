@@ -457,6 +457,21 @@ def _need_earlier(config: Any) -> None:
                 raise UserError(f"{init!r}: no such run yet; `whet {name} {recipe}` makes it")
 
 
+def _started_elsewhere(config: Any) -> str:
+    """Say where a run was started, if what its config names by relative paths is there and not here; else ''."""
+    from whet.telemetry.provenance import read_json
+
+    begun = read_json(Path(config.out) / "environment.json").get("folder")
+    task, policy = getattr(config, "task", None), getattr(config, "policy", None)
+    names = [getattr(task, "path", ""), getattr(config, "pairs", ""), getattr(policy, "init", "")]
+    names += [str(reward).partition(":")[0] for reward in getattr(config, "reward", ())]
+    if not isinstance(begun, str) or not any(
+        name and not os.path.exists(name) and os.path.exists(os.path.join(begun, name)) for name in names
+    ):
+        return ""
+    return f"the run was started in {begun}, where its paths begin: cd there, or give absolute ones"
+
+
 def _start(program: Program, config: Any, resume: bool | int) -> None:
     if not program.resumable:
         program.main(config)
@@ -467,6 +482,11 @@ def _start(program: Program, config: Any, resume: bool | int) -> None:
         resume = was_restarted(Path(config.out))
     try:
         program.main(config, resume=resume)
+    except UserError as error:
+        hint = "" if resume is False else _started_elsewhere(config)
+        if hint:
+            raise UserError(f"{error}; {hint}") from error
+        raise
     except KeyboardInterrupt:
         again = "the same command with --resume goes on from its last checkpoint"
         raise KeyboardInterrupt(again) from None

@@ -184,3 +184,23 @@ def test_warnings_of_long_runs_come_at_once_and_words_are_no_warning(tmp_path: P
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"stage": "rl", "step": 10001, "rl/grad_norm": 1.0}\n')
     assert [warning["step"] for warning in follower.state()["warnings"]] == [10_000, 50]
+
+
+def test_a_run_that_a_signal_stopped_is_stopped_and_no_longer_when_it_goes_on(tmp_path: Path) -> None:
+    rows = [{"step": step, "time_s": 1000.0 + step} for step in range(1, 6)]
+    (tmp_path / "config.yaml").write_text("num_steps: 20\n")
+    (tmp_path / "heartbeats").mkdir()
+    beat = tmp_path / "heartbeats/rank_0.json"
+    for state, time_s, kind in (
+        ("running", 1006.0, "running"),
+        ("preempted", 1006.0, "stopped"),
+        ("failed", 1006.0, "stopped"),
+        ("preempted", 1003.0, "running"),  # before it was resumed
+    ):
+        beat.write_text(json.dumps({"state": state, "time": time_s}))
+        found = run_status(tmp_path, rows, 1010.0)
+        assert found["kind"] == kind, state
+    beat.write_text(json.dumps({"state": "preempted", "time": 1006.0}))
+    assert run_status(tmp_path, rows, 9000.0)["text"] == (
+        "stopped by a signal, and saved · step 5 of 20 · last row 2.2 h ago"
+    )

@@ -16,6 +16,7 @@ from typing import Any
 from whet.report.curves import figures
 from whet.telemetry.display import metric_label
 from whet.telemetry.health import HISTORY_ROWS, find_warnings
+from whet.telemetry.heartbeat import FOLDER
 from whet.telemetry.log import as_number, clean_metrics, parse_row
 from whet.telemetry.metrics import find_metric, format_metric
 
@@ -121,7 +122,8 @@ def run_status(folder: Path, recent: Iterable[Mapping[str, Any]], now: float) ->
         now: The time, as time.time() gives it.
 
     Returns:
-        `kind` ('running', 'finished', 'silent', 'waiting' or 'gone'), `text`, `step`, `num_steps` (None if unknown).
+        `kind` ('running', 'finished', 'stopped', 'silent', 'waiting' or 'gone'), `text`, `step`, `num_steps` (None if
+        unknown).
     """
     if not folder.is_dir():
         return {
@@ -152,6 +154,8 @@ def run_status(folder: Path, recent: Iterable[Mapping[str, Any]], now: float) ->
         folder, times[-1] if times else 0.0
     ):
         kind, text = "finished", f"finished · {place} · {ago}"
+    elif ended := _ended(folder, times[-1] if times else 0.0):
+        kind, text = "stopped", f"{ended} · {place} · {ago}"
     elif age > max(SILENT_S, SILENT_STEPS * usual):
         kind, text = "silent", f"stopped, or in a long step · {place} · {ago}"
     else:
@@ -159,6 +163,18 @@ def run_status(folder: Path, recent: Iterable[Mapping[str, Any]], now: float) ->
         when = f" · about {duration(left * usual)} left" if left > 0 and usual else ""
         kind, text = "running", f"running · {place} · {ago}{when}"
     return {"kind": kind, "text": text, "step": steps[-1], "num_steps": num_steps}
+
+
+def _ended(folder: Path, last_s: float) -> str:
+    """Say how a run's process ended after its last row, by its heartbeat; '' while it lives, or was killed."""
+    try:
+        beat = parse_row((folder / FOLDER / "rank_0.json").read_bytes()) or {}
+    except OSError:
+        return ""
+    written_s = as_number(beat.get("time"))
+    if written_s is None or written_s < last_s:
+        return ""
+    return {"preempted": "stopped by a signal, and saved", "failed": "failed"}.get(str(beat.get("state")), "")
 
 
 def glance(folder: Path) -> dict[str, Any]:

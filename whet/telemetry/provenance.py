@@ -63,6 +63,7 @@ def describe_environment() -> dict[str, Any]:
     return {
         "whet": __version__,
         "git_commit": _git_commit(Path(__file__).resolve().parents[2]),
+        "folder": os.getcwd(),  # relative paths of the config start here
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": numpy.__version__,
