@@ -904,3 +904,15 @@ def test_a_run_that_trained_nothing_says_so_first_and_its_report_has_what_was_wa
     assert "No warning." not in report
     for text in (idle, "optim.warmup_steps = 9 and the run has 2 steps", "preflight: "):
         assert text in report.replace("\\", "").partition("## Warnings")[2], text
+
+
+def test_a_step_s_line_has_own_rewards_the_penalty_and_the_length_that_is_measured(
+    tiny_policy: PolicyConfig, tmp_path: Path
+) -> None:
+    config = make_config(tiny_policy, tmp_path / "run", reward=("mine.py:pay=0.5",))
+    plain: Any = SimpleNamespace(schema=SCHEMAS["none"])
+    thinks: Any = SimpleNamespace(schema=SCHEMAS["r1"])
+    assert rl.headline(config, plain)[2:4] == ("rl/reward/pay", "rl/completion_tokens")
+    assert rl.headline(config, thinks)[2:4] == ("rl/reward/pay", "rl/thinking_tokens")
+    soft = replace(config, reward=(), algo=AlgoConfig(overlong="soft"))
+    assert rl.headline(soft, plain)[2] == "rl/reward/overlong"
