@@ -156,7 +156,7 @@ def test_what_is_asked_takes_it_and_what_trains_or_writes_refuses(
     for words in (
         ["sft", "own", "--policy.init", str(folder), *own, "--out", str(tmp_path / "a")],
         ["quantize", str(folder), *own, "--out", str(tmp_path / "b")],
-        ["export", str(folder), "--to", "merged", "--out", str(tmp_path / "c")],
+        ["export", str(folder), "--to", "hf", "--out", str(tmp_path / "c")],
     ):
         with pytest.raises(UserError, match=r"policy\.steering is read by commands that ask a model"):
             __main__.run([*words, *option])

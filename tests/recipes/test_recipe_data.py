@@ -186,12 +186,13 @@ def test_what_training_says_of_its_data(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({"question": f"{n}+1?", "answer": n + 1}) + "\n" for n in range(12)))
     task = load_task(TaskConfig(name="jsonl", path=str(path), symbolic=True))
     count = len(task.problems("train"))
-    first, second = told_of(task, count)
+    first, divided, second = told_of(task, count)
     assert first.startswith(
         "rows.jsonl: prompt = 'question', answer = 'answer'\n  question: '0+1?'\n  answer: '1'"
     )
+    assert divided.startswith("rows.jsonl: 11 of 12 rows are trained on, 1 held out for validation, 0 for testing")
     assert second.startswith("warning: only 11 problems to train on")
-    assert told_of(task, FEW_PROBLEMS) == [first]
+    assert told_of(task, FEW_PROBLEMS) == [first, divided]
 
 
 def test_the_page_lists_every_set() -> None:

@@ -351,7 +351,7 @@ def test_files_that_are_no_positions(tmp_path: Path) -> None:
         read_positions(games)
     listed = tmp_path / "some.txt"
     listed.write_text(f"{MATE}\n")
-    with pytest.raises(UserError, match=r"some.txt line 1: .*lists of FENs end in .epd or .fen"):
+    with pytest.raises(UserError, match=r"some.txt: not rows; .*; a list of FENs ends in .epd or .fen"):
         read_positions(listed)
     puzzles = tmp_path / "puzzles.csv"
     for rating in ("inf", "1e400", "nan", "-5", "high"):

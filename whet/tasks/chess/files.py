@@ -59,9 +59,7 @@ def read_positions(path: str | Path, max_bad_rows: int = 0) -> tuple[list[Positi
         except UserError as error:
             if path.name.lower().endswith(ENDINGS):
                 raise
-            raise UserError(
-                f"{error} (lists of FENs end in {' or '.join(LISTS)}, rows in {', '.join(ENDINGS)})"
-            ) from None
+            raise UserError(f"{error}; a list of FENs ends in {' or '.join(LISTS)}") from None
     return [position for _, positions in found for position in positions], bad
 
 
