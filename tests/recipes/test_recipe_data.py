@@ -190,7 +190,9 @@ def test_what_training_says_of_its_data(tmp_path: Path) -> None:
     assert first.startswith(
         "rows.jsonl: prompt = 'question', answer = 'answer'\n  question: '0+1?'\n  answer: '1'"
     )
-    assert divided.startswith("rows.jsonl: 11 of 12 rows are trained on, 1 held out for validation, 0 for testing")
+    assert divided.startswith(
+        "rows.jsonl: 11 of 12 rows are trained on, 1 held out for validation, 0 for testing"
+    )
     assert second.startswith("warning: only 11 problems to train on")
     assert told_of(task, FEW_PROBLEMS) == [first, divided]
 
