@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import re
 import shlex
@@ -64,10 +65,12 @@ RECIPE_MODULES = (
 def sources() -> dict[str, ast.Module]:
     """Dotted module name -> parsed source of every module of the package."""
     found: dict[str, ast.Module] = {}
+    gc.disable()  # it would look through a million nodes again and again
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         found[name] = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    gc.enable()
     return found
 
 

@@ -63,6 +63,7 @@ SHORT |= {
 LATER = (pytest.param("adapters", marks=pytest.mark.slow), pytest.param("editing", marks=pytest.mark.ci))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["python_api", *LATER])
 def test_every_cell_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All cells in this process, with steps and samples cut to a few: what a changed API breaks is seen at once."""

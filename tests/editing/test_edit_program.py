@@ -431,6 +431,7 @@ def test_refusals_before_anything_is_written(folder: Path, tmp_path: Path) -> No
     assert not out.exists()
 
 
+@pytest.mark.ci
 def test_python(folder: Path, tmp_path: Path) -> None:
     policy = whet.load(folder)
     before = {name: tensor.clone() for name, tensor in policy.loaded.model.state_dict().items()}

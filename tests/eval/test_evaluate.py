@@ -277,6 +277,7 @@ def make_config(tiny_policy: PolicyConfig, folder: Path) -> EvalConfig:
     )
 
 
+@pytest.mark.ci
 def test_main_is_reproducible(
     tiny_policy: PolicyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

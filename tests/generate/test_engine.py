@@ -123,6 +123,7 @@ def flat(completions: Sequence[Sequence[Completion]]) -> list[Completion]:
 RAGGED = (1, 3, 17, 31, 61, 118, 380)
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.usefixtures("either")

@@ -99,6 +99,7 @@ def folder_of(folder: Path, template: str | None, *, adds_bos: bool = False) -> 
     return folder
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_plain_model_is_asked_as_in_transformers(tmp_path: Path, name: str, adds_bos: bool) -> None:

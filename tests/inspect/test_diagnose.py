@@ -127,7 +127,7 @@ RUNS["grpo with KL"] = replace(
 OFTEN = ("gspo", "sft", "grpo with KL")
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.ci] * (n not in OFTEN)) for n in RUNS])
 def test_sound_steps_pass(name: str) -> None:
     subject = Subject(RUNS[name])

@@ -152,7 +152,7 @@ MORE: dict[str, RLConfig | SFTConfig] = {
 OFTEN = ("plain", "autocast", "critic", "sft, long, checkpointed")
 
 
-@pytest.mark.some(9)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.ci] * (name not in OFTEN)) for name in CASES | MORE]
 )

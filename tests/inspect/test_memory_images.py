@@ -114,7 +114,7 @@ CASES: dict[str, Callable[[Path], RLConfig | SFTConfig]] = {
 OFTEN = ("sft, tower", "rl, adapters beside 4 bits")
 
 
-@pytest.mark.some(2)
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.ci] * (n not in OFTEN)) for n in CASES])
 def test_prediction_is_within_a_tenth_of_what_is_alive(name: str, home: Path) -> None:
     run = CASES[name](home)

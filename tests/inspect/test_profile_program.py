@@ -166,7 +166,7 @@ INNER = {"step", "pack", "head", "sample", "log", "save"}
 """Of them `head` and `sample` are parts of one kernel where the machine has it."""
 
 
-@pytest.mark.some(1)
+@pytest.mark.ci
 @pytest.mark.parametrize("program", ["rl", "sft"])
 def test_the_trace_holds_exactly_the_names(program: str, taken: Callable[[str], Taken]) -> None:
     found = taken(program)

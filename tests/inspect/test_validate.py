@@ -151,6 +151,7 @@ def breaking(monkeypatch: pytest.MonkeyPatch, program: str, error: BaseException
     monkeypatch.setattr(PROGRAMS[program], "main", broken)
 
 
+@pytest.mark.ci
 def test_a_real_run(config: ValidateConfig, capsys: pytest.CaptureFixture[str]) -> None:
     """Random rewards, so that every step has an update; a random model answers nothing right."""
     own = ThresholdConfig(

@@ -280,7 +280,7 @@ def learnt(tokenizer: Tokenizer, messages: list[dict[str, Any]], **values: Any) 
     return [brackets(passage) for passage in render_passages(tokenizer, messages, values=values)]
 
 
-@pytest.mark.some(20)
+@pytest.mark.some(12)
 @pytest.mark.parametrize(("name", "chat"), EXPECTED, ids=lambda value: value.replace(" ", "_"))
 def test_exactly_what_the_assistant_wrote_is_learnt(name: str, chat: str) -> None:
     tokenizer = SHAPES[name].tokenizer()
@@ -342,6 +342,7 @@ BLOCKS: dict[str, tuple[str, ...]] = {
 }
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_masks_of_public_templates_are_those_of_transformers(name: str) -> None:
     template = (TEMPLATES / f"{name}.jinja").read_text()

@@ -56,7 +56,7 @@ FIRST = {case.model_type: name for name, case in reversed(cases.CASES.items())}.
 EVERY = [pytest.param(name, marks=() if name in FIRST else pytest.mark.ci) for name in cases.CASES]
 
 
-@pytest.mark.some(13)
+@pytest.mark.some(9)
 @pytest.mark.parametrize("name", EVERY)
 def test_a_family(name: str, tmp_path: Path) -> None:
     """Load, compare, generate, train, save: a family's line of docs/models.md is what comes out."""
@@ -164,7 +164,7 @@ def test_what_is_wrong_with_a_folder_is_told_to_one_of_several_ranks(tmp_path: P
         load_model(tmp_path, shard=SHARD)
 
 
-@pytest.mark.some(13)
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", EVERY)
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     reference = cases.make(cases.CASES[name], tmp_path)
@@ -548,7 +548,7 @@ def test_a_key_that_nobody_reads_is_refused_in_every_family() -> None:
             from_hf(stored | {"score_bonus": 2.0})
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", cases.CASES)
 def test_a_reward_model_of_every_family(name: str, tmp_path: Path) -> None:
     """Its head replaces the output head, the trunk stays; transformers, where it has the class, scores alike."""

@@ -198,7 +198,7 @@ def with_adapters(model: Any) -> set[str]:
     return {name for name, module in model.named_modules() if len(getattr(module, "lora_A", ()))}
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(5)
 @needs_peft
 def test_peft_has_every_module_that_we_trained(made: Made, tmp_path: Path) -> None:
     import peft
@@ -277,7 +277,7 @@ def rendered(folder: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(5)
 def test_an_exported_model_answers_and_is_asked_as_before(made: Made, tmp_path: Path) -> None:
     report = export(
         ExportConfig(

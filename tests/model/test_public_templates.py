@@ -115,7 +115,7 @@ def compare(tokenizer: Tokenizer, template: str) -> None:
     assert num_rendered > 0
 
 
-@pytest.mark.some(20)
+@pytest.mark.some(12)
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_templates_render_as_in_transformers(name: str, plain: Tokenizer) -> None:
     compare(plain, (TEMPLATES / f"{name}.jinja").read_text())

@@ -84,7 +84,7 @@ def test_all_programs_are_here() -> None:
     assert len(on_math) >= 18
 
 
-@pytest.mark.some(30)
+@pytest.mark.some(12)
 @pytest.mark.parametrize(("module", "name"), RECIPES, ids=lambda value: str(value))
 def test_its_data_loads(module: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """From the hub's own schema, with the splits that the program reads, and an answer to each problem."""

@@ -154,7 +154,7 @@ def test_times_of_day_agree_with_the_clock(left: datetime.time, right: datetime.
         assert answers_equal(spellings[0], spellings[1])
 
 
-@pytest.mark.some(30)
+@pytest.mark.some(15)
 @pytest.mark.parametrize("unit", LOOPS)
 def test_a_loop_of_any_size_costs_next_to_nothing(unit: str) -> None:
     # Beyond every cap, just below the cap of the comparison, and of the parser.

@@ -1084,6 +1084,7 @@ def chess_server() -> Iterator[Running]:
     yield from run_server(load_policy(TINY, seed=0), board=True, api_key="secret")
 
 
+@pytest.mark.ci
 def test_the_board_answers_as_whet_chess_does(chess_server: Running, server: Running) -> None:
     assert httpx.get(f"{chess_server.url}/chess").status_code == 200  # it asks for the key itself
     assert httpx.get(f"{server.url}/chess").status_code == 404

@@ -94,6 +94,7 @@ OWN = [name for name in OPTIONS if name not in ELSEWHERE]
 LONG = ("gym", "mbpp", "humaneval", "code")  # a hundred tasks; programs that run
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.ci] * (name in LONG)) for name in (*OWN, "mine")]
 )

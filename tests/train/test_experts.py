@@ -129,7 +129,7 @@ def rows(folder: Path, stage: str = "rl") -> list[dict[str, Any]]:
     return [row for row in found if f"{stage}/loss" in row]
 
 
-@pytest.mark.some(2)
+@pytest.mark.ci
 @pytest.mark.usefixtures("contrary")
 @pytest.mark.parametrize(
     "name",

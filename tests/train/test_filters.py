@@ -79,7 +79,7 @@ def test_the_ratio_is_exactly_one(
         assert 0 < row["rl/entropy"] < 3
 
 
-@pytest.mark.some(2)
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name",
     [

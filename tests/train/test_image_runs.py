@@ -169,6 +169,7 @@ def configured(name: str, folder: Path, out: Path) -> RLConfig | SFTConfig:
     return replace(config, policy=replace(config.policy, **asked), **others)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != OFTEN)) for name in RUNS]
 )
@@ -214,6 +215,7 @@ def moved(config: RLConfig | SFTConfig) -> set[str]:
     return {"tower" if name.startswith("visual.") else "decoder" for name in found}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

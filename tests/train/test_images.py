@@ -84,6 +84,7 @@ KINDS = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.8}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampler_and_trainer_agree_bitwise(folder, kind, params):

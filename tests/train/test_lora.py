@@ -124,7 +124,7 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(2)
 @needs_peft
 @pytest.mark.parametrize("case", WRITTEN)
 def test_peft_and_we_read_what_was_trained_with_equal_logits(case: str, tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ RESUMED = {
 OFTEN = ("critic", "staleness", "refill_kl")
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.ci] * (name not in OFTEN)) for name in RESUMED]
 )
@@ -249,6 +249,7 @@ def test_resume_is_exact(
     assert max(row["rl/grad_norm"] for row in metrics(straight)) > 0
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_named_algorithm_trains(
     name: str, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -550,7 +550,7 @@ print(first.double().sum().item(), second.double().sum().item())
 """
 
 
-@pytest.mark.some(1)
+@pytest.mark.ci
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.ci)])
 def test_groups_of_sglang_meet_ours(size: int) -> None:
     port = free_port("127.0.0.1")

@@ -72,7 +72,7 @@ def at_call(number: int, action: Callable[[], Any], function: Callable[..., Any]
     return wrapped
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "background"),
     [
@@ -119,7 +119,7 @@ def empty(run: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize(
     ("harm", "told"),
@@ -211,6 +211,7 @@ def test_a_folder_that_goes_after_the_last_save(
     assert (tmp_path / "run-rescued" / "model.safetensors").is_file()
 
 
+@pytest.mark.ci
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     program = """
 import os, signal, sys, time

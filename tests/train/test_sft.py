@@ -227,6 +227,7 @@ def test_main_writes_the_run_folder(
     assert "12" in plan(config).split()  # demonstrations in all
 
 
+@pytest.mark.ci
 def test_it_overfits_eight_rows(tiny_policy: PolicyConfig) -> None:
     policy = load_policy(tiny_policy, seed=0)
     rows = [sft.demonstration(policy, problem) for problem in Arithmetic().problems("train")[::25]]

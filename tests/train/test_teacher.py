@@ -168,7 +168,7 @@ class CrashError(Exception):
     """Stands for a crash."""
 
 
-@pytest.mark.some(1)
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 def test_resume_is_exact(kind: Any, halfway: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside rewards, with groups."""
