@@ -169,7 +169,8 @@ def test_it():
         str(tmp_path),
     ]
     file = tmp_path / "pid"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = own | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
     with subprocess.Popen(words, cwd=tmp_path, env=environment) as parent:
         while not (file.exists() and file.read_text().strip()):
             assert parent.poll() is None

@@ -218,9 +218,14 @@ class RunLog:
 
 
 def write_warning(run_dir: Path, step: int, text: str) -> None:
-    """Keep a warning for the run's report; it was printed, so a disk error is no reason to stop."""
-    with suppress(OSError), (run_dir / WARNINGS).open("a", encoding="ascii") as file:
-        file.write(json.dumps({"step": step, "text": _encodable(text)}) + "\n")
+    """Keep a warning for the run's report, once, whatever becomes of the power; a disk error does not stop the run."""
+    line, path = json.dumps({"step": step, "text": _encodable(text)}) + "\n", run_dir / WARNINGS
+    with suppress(OSError), path.open("a+", encoding="ascii", errors="replace") as file:
+        file.seek(0)
+        if line not in file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -179,14 +179,14 @@ class Run:
                 self.display.note(note)
             for warning in (*warnings, warm_up_warning(self._config.optim, self._config.num_steps)):
                 if warning:
-                    self.warn(warning, is_kept=not self.step)
+                    self.warn(warning, step=0)
             yield
 
-    def warn(self, text: str, *, is_kept: bool = True) -> None:
-        """Print a warning between the steps, and keep it for the report."""
+    def warn(self, text: str, *, step: int | None = None) -> None:
+        """Print a warning, and keep it for the report under a step (default: the newest)."""
         self.display.note(text, warning=True)
-        if is_kept and rank() == 0:
-            write_warning(self._folder, self.step, text)
+        if rank() == 0:
+            write_warning(self._folder, self.step if step is None else step, text)
 
     def steps(self, end: int | None = None) -> Iterator[int]:
         """Yield the number of steps done, until `end` (default: the end of the run); `end_update` counts on.

@@ -422,10 +422,9 @@ def write_origin(
         if source is not None:
             said = [*told_of(source, len(problems)), write_quarantine(Path(config.out), source)]
             print("".join(f"whet: {text}\n" for text in said if text), end="", flush=True)
-            if not (Path(config.out) / "checkpoints").exists():  # not again when it is resumed
-                for text in said:
-                    if text.startswith("warning: "):
-                        write_warning(Path(config.out), 0, text.removeprefix("warning: "))
+            for text in said:
+                if text.startswith("warning: "):
+                    write_warning(Path(config.out), 0, text.removeprefix("warning: "))
 
     on_main(write)
 
