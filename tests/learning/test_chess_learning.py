@@ -18,7 +18,7 @@ from whet.recipes import sft as sft_recipes  # noqa: E402
 from whet.tasks.base import TaskConfig, load_task  # noqa: E402
 from whet.train import rl, sft  # noqa: E402
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SHAPE = {"hidden_size": 96, "intermediate_size": 256, "num_layers": 2, "num_heads": 4}
 SHAPE |= {"num_kv_heads": 4, "head_dim": 24}
 

@@ -115,7 +115,7 @@ def test_structure_of_the_demo_that_sees(
     assert "its tower too" in capsys.readouterr().out
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_fine_tuning_teaches_a_model_to_look(tmp_path: Path) -> None:
     """The first half minute of `whet demo --vision`: it names the colours of its image, and no other's."""
     pytest.importorskip("PIL", reason="Pillow is not installed (extra vision)")
