@@ -617,7 +617,7 @@ def _start(
         is_run = path.name == "config.yaml" and os.path.exists(path.with_name("environment.json"))
         data = read_yaml(path)
         if "out" in leaves(cls):  # --out gives it as well
-            data = {"out": f"runs/{path.stem}"} | data
+            data = {"out": f"runs/{path.stem}", **data}
         return from_dict(cls, data, where=str(path)), str(path.parent) if is_run else ""
     if os.sep in recipe:
         raise UserError(
