@@ -165,15 +165,22 @@ class Asked:
     counts_usage: bool = False
 
 
+MAX_VALUES = 2**18
+"""Commas of a body: many times what fits into any context."""
+
+
 def parse_json(body: bytes) -> dict[str, Any]:
     """Read a JSON object; numbers that JSON does not have are refused."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
 
+    if body.count(b",") > MAX_VALUES:  # reading them would stop all other threads for a second
+        raise ApiError(400, f"the body has more than {MAX_VALUES:,} values or commas")
     try:
         value = json.loads(body, parse_constant=refuse)
-        json.dumps(value, ensure_ascii=False).encode()
+        if any(mark in body for mark in (b"\\ud", b"\\uD", b"\xed")):  # how halves of characters are written
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ApiError(400, "the body's text holds a lone surrogate, half a character") from None
     except (ValueError, RecursionError) as error:
