@@ -1004,6 +1004,8 @@ def test_bodies_that_are_no_requests(server: Running) -> None:
         # Half a character: in a stop string it would have failed everyone who is being served.
         (b'{"model": "tiny", "prompt": "a", "stop": "\\ud83d"}', "holds a lone surrogate"),
         (b'{"model": "tiny", "prompt": "a", "\\udc00": 1}', "holds a lone surrogate"),
+        (b'{"model": "tiny", "prompt": "\xed\xa0\xbd"}', "holds a lone surrogate"),
+        (b'{"model": "tiny", "prompt": [' + b"1," * 2**18 + b"1, 1]}", "more than 262,144 values or commas"),
         (b'{"model": "tiny", "prompt": "a", "max_tokens": 0}', "max_tokens = 0: expected 1 or more"),
     ):
         reply = server.post(TEXT, body)
