@@ -194,6 +194,7 @@ def test_completions_of_one_problem_are_no_independent_observations() -> None:
     assert not found.is_shown, "four problems changed"
 
 
+@pytest.mark.ci
 def test_holm_equals_statsmodels() -> None:
     rng = np.random.default_rng(2)
     for size in (1, 2, 5, 9):

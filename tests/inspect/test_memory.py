@@ -160,6 +160,7 @@ def test_prediction_is_within_a_tenth_of_what_is_alive(name: str) -> None:
     check((CASES | MORE)[name])
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
     "name",

@@ -217,6 +217,7 @@ class Stop:
         return
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("program", ["rl", "sft"])
 def test_a_profile_does_not_change_the_weights(
     program: str, taken: Callable[[str], Taken], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -60,7 +60,7 @@ def stack() -> Any:
         yield stack
 
 
-@pytest.mark.some(1)
+@pytest.mark.ci
 @pytest.mark.parametrize(("program", "precision"), [("sft", "float32"), ("rl", "bfloat16_master")])
 def test_every_point_is_the_same_work(
     program: str, precision: Any, stack: ExitStack, few_problems: None

@@ -98,6 +98,7 @@ def test_ends_and_illegal_moves(fen: str, move: str, paid: str, flags: str) -> N
     assert (after.fen == fen) is (paid == "-1.0")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_random_lines_against_python_chess(count: int) -> None:
     """Gold lines score the maximum under all published weights, and each corrupted field less; no legality is ours."""

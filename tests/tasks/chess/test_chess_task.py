@@ -195,6 +195,7 @@ def test_a_mixture_hands_each_part_what_it_reads_with_the_users_data(tmp_path: P
         parse("whet rl", RLConfig, RECIPES, [*only, "--task.nodes", "50"])
 
 
+@pytest.mark.ci
 def test_splits_go_by_position_whichever_side_it_is_seen_from() -> None:
     loaded = load_task(TaskConfig(name="chess-env", num_problems=300))
     keys = {
@@ -360,6 +361,7 @@ def test_files_that_are_no_positions(tmp_path: Path) -> None:
             read_positions(puzzles)
 
 
+@pytest.mark.ci
 def test_elo_by_its_curve() -> None:
     # Half of the points against one rating: that rating. 10 of 11 with the half win and loss: log10 of the odds.
     assert elo([1500] * 10, [1, 0] * 5) == pytest.approx(1500, abs=0.01)
@@ -369,6 +371,7 @@ def test_elo_by_its_curve() -> None:
     assert found.mean == pytest.approx(1500, abs=0.01)
 
 
+@pytest.mark.ci
 def test_kendall_against_scipy() -> None:
     scipy = pytest.importorskip("scipy.stats")
     for one, other in (([1, 2, 3, 4], [1, 3, 2, 4]), ([1, 1, 2, 3], [4, 2, 2, 1]), ([3, 2, 1], [1, 2, 3])):
