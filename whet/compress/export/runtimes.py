@@ -66,7 +66,9 @@ class LlamaCpp:
     """
 
     def __init__(self, path: str, context: int, ends: Sequence[int], lora: str = "") -> None:
-        xllamacpp: Any = importlib.import_module("xllamacpp")  # a compiled module, whose types are not known
+        import xllamacpp as module  # pyright: ignore[reportMissingImports]
+
+        xllamacpp: Any = module  # compiled: its types are not known
         self.version = f"llama.cpp (xllamacpp {xllamacpp.__version__})"
         params: Any = xllamacpp.CommonParams()
         params.model.path, params.verbosity = path, ERRORS_ALONE
