@@ -30,7 +30,7 @@ from whet.model.weights import check_weights
 from whet.report.markdown import write_report
 from whet.rewards.base import EPISODE, JUDGE, MODEL, TIMEOUT_S, WeightedReward, build_rewards, check_timeout
 from whet.stats import Interval
-from whet.storage.folder import check_folder, open_run
+from whet.storage.folder import check_folder, open_run, run_of
 from whet.tasks.base import OPTIONS, TaskConfig, answer_type_of, check_gold, load_task
 from whet.tasks.chess.stockfish import EngineError
 from whet.tasks.quarantine import write_quarantine
@@ -43,7 +43,7 @@ from whet.telemetry.provenance import data_hash, write_environment, write_proven
 from whet.types import Problem, Task, UnreadError, UserError
 
 AUTO, ALL = "auto", "all"
-"""Splits of an evaluation besides those of a task."""
+"""Values of `split` that no task has."""
 ONE_FILE = frozenset({"jsonl", "choice", "yes_no", "code", "countdown", "letters"})
 """Tasks that divide a file into splits themselves."""
 MISSED, ENVIRONMENT_MISSED, ENGINE_FAILED = 1, 2, 3
@@ -157,8 +157,7 @@ def _was_trained_on(policy: PolicyConfig, data: Path) -> bool:
     """Say whether a run that led to a model, by its own words, read a file."""
     places = [policy.init, policy.adapter]
     for place in places:  # grows by what each run began from
-        folder = user_path(place)
-        folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+        folder = run_of(place)
         if not place or len(places) > 99 or not (folder / "config.yaml").is_file():
             continue
         fields = read_yaml(folder / "config.yaml")
@@ -175,7 +174,7 @@ def _was_trained_on(policy: PolicyConfig, data: Path) -> bool:
 
 
 def split_note(config: EvalConfig, own: TaskConfig, task: Task, split: str) -> str:
-    """Say which rows of a file are measured, where nobody chose; '' for other data."""
+    """Report which rows of a file are measured if no split was given; '' for other data."""
     if config.split != AUTO or own.name not in ONE_FILE or not own.path or not user_path(own.path).is_file():
         return ""
     name, count = Path(own.path).name, len(take_problems(task, ALL, 0))

@@ -244,7 +244,7 @@ class Api:
         began = time.monotonic()
         try:
             change = await asyncio.to_thread(read_update, self._policy, folder)
-        except UserError as error:  # a trainer of whet's is told of whet's options
+        except UserError as error:  # whet's trainers need the hint with whet's options
             raise ApiError(400, str(error)) from None
         await asyncio.wrap_future(self._scheduler.update(change))
         what = "an adapter" if isinstance(change, Adapter) else f"{len(change)} tensors"

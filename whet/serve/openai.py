@@ -71,7 +71,7 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "logits_processors": (),
     "priority": (0,),
 }
-"""Fields that are not served, with the values that ask for what happens anyway, besides those that are empty."""
+"""Unsupported fields, and their values that change nothing; empty values are always accepted."""
 UNSUPPORTED_IN_CHATS: Mapping[str, Sequence[Any]] = UNSUPPORTED | {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from whet.config import user_path
 from whet.install import NoPosix
 from whet.storage.commit import UNREADABLE, recover, set_aside, sync, verify_folder
 from whet.types import UserError
@@ -102,6 +103,12 @@ def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable:
         sync(folder.absolute().parent)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+
+
+def run_of(place: str) -> Path:
+    """Return the folder of the run that a place is, or is a checkpoint of."""
+    folder = user_path(place)
+    return folder.parent.parent if folder.parent.name == "checkpoints" else folder
 
 
 def dated(kind: str) -> str:

@@ -109,7 +109,7 @@ _is_step_told = False
 
 @contextmanager
 def steps_told_elsewhere() -> Iterator[None]:
-    """Leave out the steps' own lines meanwhile: the caller prints each step."""
+    """Suppress the lines of steps: the caller prints each step."""
     global _is_step_told
     before, _is_step_told = _is_step_told, True
     try:
@@ -350,15 +350,16 @@ class PlainDisplay:
 
 
 def _stop_unread(stream: TextIO) -> bool:
-    """End a program whose lines nobody reads any more (`| head`) as one whose terminal is gone: a training saves first,
-    and under `nohup` it goes on. Return False where nothing takes care of that."""
+    """Handle a closed pipe (`| head`) as a lost terminal: a training saves first, and continues under `nohup`.
+
+    Return False if the program has no handler for that."""
     hangup = getattr(signal, "SIGHUP", None)
     handler = signal.getsignal(hangup) if hangup is not None else signal.SIG_DFL
     if hangup is None or handler in (signal.SIG_DFL, None):
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # what is printed from now on must not fail
     if handler is not signal.SIG_IGN:
-        print("whet: the output is a pipe that nobody reads any more", file=sys.stderr, flush=True)
+        print("whet: the output is a closed pipe", file=sys.stderr, flush=True)
         os.kill(os.getpid(), hangup)
     return True
 

@@ -57,7 +57,7 @@ from whet.model.config import ModelConfig
 from whet.model.files import is_hub_name, read_json
 from whet.model.vision.reading import shown
 from whet.stats import share_interval
-from whet.storage.folder import check_folder, dated, open_run
+from whet.storage.folder import check_folder, dated, open_run, run_of
 from whet.tasks.base import TaskConfig, load_task
 from whet.telemetry.display import advancing, clock, escape_controls, open_display
 from whet.telemetry.provenance import no_run, resolve_run
@@ -568,7 +568,7 @@ def _asked_alike(policies: Sequence[PolicyConfig]) -> list[PolicyConfig]:
     leaves open: what a run began from knows nothing of the schema or the template that the run was given."""
     given: dict[str, Any] = {}
     for policy in policies:
-        path = _run_of(policy.init) / "config.yaml"
+        path = run_of(policy.init) / "config.yaml"
         fields = read_yaml(path).get("policy") if path.is_file() else None
         if isinstance(fields, Mapping) and not given:
             own = from_dict(PolicyConfig, fields, where=f"{path}: policy")
@@ -576,18 +576,12 @@ def _asked_alike(policies: Sequence[PolicyConfig]) -> list[PolicyConfig]:
     default = PolicyConfig(init="any")
 
     def asked(policy: PolicyConfig) -> PolicyConfig:
-        if any((_run_of(policy.init) / name).is_file() for name in ("config.yaml", "protocol.json")):
+        if any((run_of(policy.init) / name).is_file() for name in ("config.yaml", "protocol.json")):
             return policy
         open_ = (name for name in given if getattr(policy, name) == getattr(default, name))
         return replace(policy, **{name: given[name] for name in open_})
 
     return list(map(asked, policies))
-
-
-def _run_of(place: str) -> Path:
-    """Return the folder of the run that a place is, or is a checkpoint of."""
-    folder = user_path(place)
-    return folder.parent.parent if folder.parent.name == "checkpoints" else folder
 
 
 def _is_plain(config: CompareConfig, policies: Sequence[PolicyConfig]) -> bool:
@@ -659,7 +653,7 @@ def _training_task(places: Sequence[str]) -> EvalConfig | None:
     found: dict[str, TaskConfig] = {}
     sampling = SamplingParams(max_new_tokens=512)
     for place in places:
-        path = _run_of(place) / "config.yaml"
+        path = run_of(place) / "config.yaml"
         if not path.is_file():
             continue
         fields = read_yaml(path)
