@@ -107,6 +107,7 @@ def adapter(place: Path, base: Path, scale: float = 0.1) -> Path:
     return place
 
 
+@pytest.mark.ci
 def test_hf_answers_as_the_model_and_its_template_asks_as_whet_does(folder: Path, tmp_path: Path) -> None:
     report = export(config(folder, tmp_path / "out", "hf", dtype="f32"))
     assert report["verdict"] == "passed"

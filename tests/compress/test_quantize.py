@@ -226,6 +226,7 @@ def test_the_target_is_the_least_squares_answer_to_changed_inputs(monkeypatch: p
 # --- measuring ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_pairs_are_of_the_full_and_of_the_changed_model() -> None:
     model, micros = make_model(), make_micros(0)
     groups = shared_inputs(model, micros[0])

@@ -200,6 +200,7 @@ def test_the_whole_pipeline_in_float64(tmp_path: Path) -> None:
             assert error < STORED, (name, error)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("last", [0, 1])
 def test_facts_searched_together_are_found_as_each_alone(last: int, tmp_path: Path) -> None:
     """What several facts' prompts begin with is read once, and none of them sees another."""
@@ -219,6 +220,7 @@ def test_facts_searched_together_are_found_as_each_alone(last: int, tmp_path: Pa
     torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("place", ["kl", "decay", "clamp", "lr"])
 def test_the_search_reads_every_setting(place: str, tmp_path: Path) -> None:
     """The oracle's agreement means something: each setting that both read changes the result by far more."""

@@ -164,6 +164,7 @@ def test_disputes() -> None:
     assert all(row.task_says is False and row.other_says is True for row in rows)
 
 
+@pytest.mark.ci
 def test_disputed_samples_of_a_model(tmp_path: Path) -> None:
     path = tmp_path / "eval_samples.jsonl"
     first = PROBLEMS[0]

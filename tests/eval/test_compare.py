@@ -527,6 +527,7 @@ def test_the_page_filters_searches_and_turns_in_a_browser(tmp_path: Path) -> Non
         browser.close()
 
 
+@pytest.mark.ci
 def test_runs_are_compared_on_the_task_that_they_were_trained_on(
     tiny_policy: PolicyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

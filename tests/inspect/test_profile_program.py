@@ -386,6 +386,7 @@ def test_steps_that_train_on_nothing_say_so() -> None:
     assert not has_trained([*found, replace(found[2], path=("step", "scoring", "forward"))])
 
 
+@pytest.mark.ci
 def test_variants_are_profiled_in_one_command(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -301,6 +301,7 @@ def test_a_seed_that_is_still_running_is_not_started_again(tmp_path: Path, child
             launch(config, resume=True, command=child)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

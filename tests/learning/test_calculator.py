@@ -15,12 +15,13 @@ from whet.train.rl import train as train_rl
 from whet.train.sft import train as train_sft
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("tools", "low", "high"),
     [
-        pytest.param((), 0.9, 1.0, marks=pytest.mark.ci),
-        pytest.param(("none",), 0.0, 0.3, marks=pytest.mark.slow),
+        ((), 0.9, 1.0),
+        (("none",), 0.0, 0.3),
     ],
 )
 def test_with_and_without_the_calculator(

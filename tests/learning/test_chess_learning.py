@@ -23,6 +23,7 @@ SHAPE = {"hidden_size": 96, "intermediate_size": 256, "num_layers": 2, "num_head
 SHAPE |= {"num_kv_heads": 4, "head_dim": 24}
 
 
+@pytest.mark.slow
 def test_boards_are_learned_and_groups_have_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     task = TaskConfig(name="chess-env", num_problems=32)

@@ -47,6 +47,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return summary
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("few_problems")
 def test_structure(
     tiny_policy: PolicyConfig,

@@ -106,6 +106,7 @@ def unequal() -> int:
 GONE = "whet: error: rank 1 is gone (killed?)"
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("function", "statuses", "said"),
     [

@@ -279,6 +279,7 @@ def test_every_program_is_recognised_by_its_config(tmp_path: Path) -> None:
     assert {run["folder"]: run["kind"] for run in read_runs(tmp_path)} == {f"run-of-{n}": n for n in configs}
 
 
+@pytest.mark.ci
 def test_hundreds_of_runs_are_read_quickly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = dump_yaml(rl.RECIPES["demo"]())
     for number in range(200):

@@ -86,6 +86,7 @@ def test_battery_is_large_and_its_names_are_unique() -> None:
     assert max(Counter((attack.name, attack.group) for attack in ATTACKS).values()) == 1
 
 
+@pytest.mark.ci
 def test_battery_notices_a_breach() -> None:
     attacks = [
         Attack("says so", "g", "print('BREACH: out')", ("ok",)),

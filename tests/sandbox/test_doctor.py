@@ -19,6 +19,7 @@ def test_contained_attacks_end_with_status_0(capsys: pytest.CaptureFixture[str])
     assert "0 breaches" in printed
 
 
+@pytest.mark.ci
 def test_a_breach_ends_with_status_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

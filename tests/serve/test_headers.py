@@ -146,6 +146,7 @@ def answers(client: socket.socket) -> bytes:
     return found
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "sent",
     [

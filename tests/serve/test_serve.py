@@ -433,6 +433,7 @@ EXTREMES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.ci
 def test_extremes_of_sampling_concern_nobody_else(server: Running, twin: Policy) -> None:
     honest = GOOD_TEXT | {"max_tokens": 60, "seed": 9, "stream": True}
     (expected,) = by_the_engine(twin, tuple(b"hi"), 9, SamplingParams(max_new_tokens=60))

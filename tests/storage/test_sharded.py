@@ -121,6 +121,7 @@ OTHER = {
 }
 
 
+@pytest.mark.ci
 def test_other_state_is_refused(tmp_path: Path) -> None:
     (folder,) = folders(tmp_path, 1)
     save(str(folder))

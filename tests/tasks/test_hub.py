@@ -286,6 +286,7 @@ def told(call: Any) -> str:
     return ""
 
 
+@pytest.mark.ci
 def test_the_stand_in_is_true(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The real package gives the same rows and the same errors."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))

@@ -150,6 +150,7 @@ def test_signs_of_life_from_wherever_work_is_done(tmp_path: Path) -> None:
     assert state(tmp_path)["phase"] == "curriculum"
 
 
+@pytest.mark.ci
 def test_a_download_may_take_longer_than_the_limit_but_not_keep_the_interpreter(tmp_path: Path) -> None:
     process = start(
         tmp_path,
@@ -239,6 +240,7 @@ def test_json_that_always_parses_and_no_thread_left(tmp_path: Path, monkeypatch:
     assert [path.name for path in (tmp_path / "heartbeats").iterdir()] == ["rank_1.json"]
 
 
+@pytest.mark.ci
 def test_no_false_alarm_whatever_the_clock_on_the_wall_says(tmp_path: Path) -> None:
     process = start(
         tmp_path,

@@ -288,6 +288,7 @@ def test_the_kl_of_kto_is_the_log_ratio_of_other_prompts_completions(halfway: An
     assert held == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.ci
 def test_the_first_step_stands_at_the_reference(halfway: Any, tmp_path: Path) -> None:
     config = make_config(halfway, tmp_path / "run", num_steps=12, sft_coef=0.0)
     main(config)
@@ -370,6 +371,7 @@ def test_resume_is_exact_and_samples_nothing(
     assert weights(tmp_path / "broken", 8) == weights(tmp_path / "straight", 8)
 
 
+@pytest.mark.ci
 def test_adapters_alone_are_trained_from_the_reference_and_resume_exactly(
     halfway: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

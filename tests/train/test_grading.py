@@ -88,6 +88,7 @@ def test_programs_are_judged_and_scored_as_here(tmp_path: Path) -> None:
         made.close()
 
 
+@pytest.mark.ci
 def test_a_run_that_grades_elsewhere_is_the_same_run(
     tiny_policy: PolicyConfig,
     tmp_path: Path,

@@ -310,6 +310,7 @@ def test_eight_bits_are_used_for_large_tensors_only() -> None:
     assert stored == pytest.approx(sum(2 * (1 + 4 / BLOCK) * count[name] for name in packed), rel=1e-3)
 
 
+@pytest.mark.some(4)
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{"adam_bits": 8}, {"offload_state": True}, {"update_in_backward": True}])
@@ -394,6 +395,7 @@ def test_from_a_bad_gradient_on_nothing_is_updated() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.ci
 def test_a_model_does_not_keep_its_optimizers() -> None:
     model = make()
     old = weakref.ref(Optimizer(model, replace(FREE, update_in_backward=True)))

@@ -361,6 +361,7 @@ def test_two_ranks_overlap_as_well(tiny_policy: PolicyConfig, tmp_path: Path) ->
         assert old == 0.0
 
 
+@pytest.mark.ci
 def test_episodes_of_several_turns_stream_too(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     shape = replace(tiny_policy.model, max_positions=128)
     policy = replace(tiny_policy, model=shape, tools=("calculator",), alphabet="0123456789+=,eor: ")

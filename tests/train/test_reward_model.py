@@ -60,6 +60,7 @@ def test_reinforcement_raises_the_models_score(halfway: Any, reward_folder: Path
     assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 0.3 * spread
 
 
+@pytest.mark.ci
 def test_the_model_reads_the_conversation_and_the_whole_reply(
     halfway: Any, reward_folder: Path, tmp_path: Path
 ) -> None:

@@ -216,6 +216,7 @@ def test_resume_is_exact(
         assert counts[0].get(name) == counts[1].get(name), name
 
 
+@pytest.mark.ci
 def test_adapters_alone_are_trained_and_resume_exactly(
     halfway: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -284,6 +284,7 @@ class Usage(NamedTuple):
     free: int
 
 
+@pytest.mark.ci
 def test_a_full_disk_stops_the_run_or_not_and_harms_nothing(
     tiny_policy: PolicyConfig,
     tmp_path: Path,

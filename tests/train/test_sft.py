@@ -175,6 +175,7 @@ def test_an_old_folder_is_never_written_to(tiny_policy: PolicyConfig, tmp_path: 
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
 def test_a_finished_run_goes_on_for_more_steps(
     schedule: Any, tiny_policy: PolicyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
