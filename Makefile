@@ -34,11 +34,13 @@ demo: $(RUN_STAMP)
 test: style
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
-# CI's slow job: all tests, and the speed beside the peers against what is committed (docs/results/bench.json).
+# CI's slow job: all tests, the speed beside the peers against what is committed (docs/results/bench.json), and that
+# kernels are never slower than PyTorch on any instruction set.
 # vLLM draws for a whole run of the demo there: its CPU build, which has a PyTorch of its own, is installed beside.
 slow: lint $(VLLM_STAMP)
 	@[ ! -s $(VLLM_STAMP) ] || export VLLM_PYTHON="$$(cat $(VLLM_STAMP))"; \
 	$(BIN)/python -m pytest -n $(JOBS) --slow $(PYTEST_ARGS)
+	@$(BIN)/python bench/isa.py --quick
 	@$(BIN)/python bench/guard.py
 
 lint: style $(CI_STAMP)

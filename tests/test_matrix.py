@@ -440,8 +440,8 @@ def test_every_command_is_in_the_table_or_has_a_reason() -> None:
     assert named | LEFT_OUT.keys() == set(__main__.COMMANDS)
 
 
-DEAR = ("export", "diagnose", "plan")
-"""Commands that start processes of their own, for seconds each: `.ci/run` has three kinds of model, `make slow` all."""
+DEAR = ("export", "diagnose", "plan", "quantize")
+"""Commands that take seconds each: `.ci/run` has three kinds of model, `make slow` all."""
 
 
 def cells() -> Iterator[Any]:

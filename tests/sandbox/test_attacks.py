@@ -56,6 +56,7 @@ print(len(findings), [finding for finding in findings if finding.breach])
 """
 
 
+@pytest.mark.some(4, others="slow")
 @pytest.mark.parametrize(
     ("backend", "place"),
     [

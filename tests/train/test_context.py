@@ -315,7 +315,7 @@ def train(out: str, resume: int = 0, **layout: Any) -> None:
     sft.train(tiny(Path(out), parallel=ParallelConfig(**layout)), resume=resume or False)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_run_of_shared_batches_goes_on_in_another_layout(tmp_path: Path) -> None:
     run, kept = tmp_path / "run", tmp_path / "kept"
     assert run_ranks(2, train_shared, str(run)) == [None, None]

@@ -219,7 +219,7 @@ def work(folder: str, jobs: list[str]) -> None:
         bench().run(program, "tensor", Path(folder) / "base", Path(folder) / "tensor" / program)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_ranks_that_divide_matrices_train_as_one_process(tmp_path: Path) -> None:
     equal, jobs = bench(), ["sft, muon", "dpo", "ppo with a reference"]
     base = equal.make_bases(tmp_path)
@@ -237,7 +237,7 @@ def train(out: str, resume: int, layout: ParallelConfig, deterministic: str = "w
     sft.train(replace(config, safety=safety), resume=resume or False)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
     """Bitwise in the same one, up to rounding in one process and in shards, in both directions."""
     run, kept = tmp_path / "run", tmp_path / "kept"

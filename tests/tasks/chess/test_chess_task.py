@@ -106,7 +106,7 @@ def test_lines_of_moves_are_measured() -> None:
     assert metrics["moves_pieces"].mean < 1.0
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_more_moves_are_illegal_or_mate_where_a_model_trains() -> None:
     loaded = load_task(TaskConfig(name="chess-env", num_problems=4000))
     illegal, ends = (
@@ -143,7 +143,7 @@ def test_positions_on_disk_that_are_damaged_are_made_again(tmp_path: Path) -> No
         assert path.read_text() == good
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_checks_to_answer_where_a_model_trains() -> None:
     """Some positions to train on are put one check further; what is evaluated stays as it was made, and no position
     of one split is of another."""
