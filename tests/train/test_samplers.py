@@ -526,6 +526,10 @@ def test_a_broadcast_that_is_refused_fails_at_once(tiny_policy: PolicyConfig) ->
         ]
         assert [answer.status_code for answer in left] == [200, 400]
         sampler.close()
+    # One waits for the group that did not meet, one for whoever was to take the weights: no program's end does.
+    assert {
+        thread.daemon for thread in threading.enumerate() if thread.name.startswith("whet-broadcast")
+    } == {True}
     with pytest.raises(UserError, match="does not meet"):
         WeightGroup("127.0.0.1", 1, rank=1, size=2, name="a", timeout_s=0.3)
 

@@ -30,6 +30,7 @@ from whet.report.index import Query, SampleIndex
 from whet.report.page import json_for_script, render
 from whet.report.pictures import picture_of
 from whet.report.samples import FILES, find_samples, find_tags
+from whet.storage.folder import run_of
 from whet.telemetry.display import escape_controls
 from whet.telemetry.provenance import no_run
 from whet.types import UserError
@@ -284,8 +285,7 @@ class Run:
     def _families(self) -> list[Path]:
         """Return the run folder and, if it is inside the root, that of the run's starting model."""
         found = re.search(r"^  init: ['\"]?(.+?)['\"]?$", self.config(), re.MULTILINE)
-        init = Path(found[1]).absolute() if found else self._folder
-        init = init.parent.parent if init.parent.name == "checkpoints" else init
+        init = run_of(found[1]).absolute() if found else self._folder
         return [self._folder, init] if _is_inside(init, self._root) else [self._folder]
 
 

@@ -190,18 +190,14 @@ class ServerSampler:
 
     def _meanwhile(self, ask: Callable[[], None], work: Callable[[], T]) -> T:
         """Do what the server takes part in when it is asked, and return that; fail as soon as it refuses."""
-        parts = ThreadPoolExecutor(2, "whet-broadcast")
-        try:
-            asked, done = parts.submit(self._told, ask), parts.submit(work)
-            both: list[Future[Any]] = [cast(Future[Any], asked), cast(Future[Any], done)]
-            while left := [future for future in both if not future.done()]:
-                wait(left, LOOK_S, FIRST_COMPLETED)
-                if asked.done() and (error := asked.exception()) is not None:
-                    raise error  # the other one would wait for it until its time is over
-                self.look()
-            return done.result()
-        finally:
-            parts.shutdown(wait=False)
+        asked, done = _begun(partial(self._told, ask)), _begun(work)
+        both: list[Future[Any]] = [cast(Future[Any], asked), cast(Future[Any], done)]
+        while left := [future for future in both if not future.done()]:
+            wait(left, LOOK_S, FIRST_COMPLETED)
+            if asked.done() and (error := asked.exception()) is not None:
+                raise error  # the other one would wait for it until its time is over
+            self.look()
+        return done.result()
 
     def _num_shares(self) -> int:
         """Return how many processes of the server hold a share of the weights: SGLang's, one for each GPU."""
@@ -417,6 +413,20 @@ class ServerSampler:
             f"{self._where}: {said}, {self._config.retries + 1} times; start the server, fix the address, or raise "
             "sampler.timeout_s"
         )
+
+
+def _begun(work: Callable[[], T]) -> Future[T]:
+    """Begin something in a thread of its own, for which no program waits at its end."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="whet-broadcast", daemon=True).start()
+    return future
 
 
 def _object(answer: httpx.Response, where: str, *, is_asked: bool) -> dict[str, Any]:
