@@ -1,11 +1,15 @@
 """Print how long an honest client of `whet serve` waits while others flood the server, on this machine alone.
 
 python bench/reliability/floods.py [--minutes M] [--floods NAME ...] [--model FOLDER] [--json FILE]
+python bench/reliability/floods.py --beside [--rounds N] [--model FOLDER] [--json FILE]
 
 Each flood runs for M minutes in a process of its own against one server, at 127.0.0.1. Beside it an honest client asks
 for one token again and again, each time on a new connection, and reads one stream after the other. Exit status 1 if one
 of its requests fails, or if its median is above `--limit`, but for floods with the key that keep all rows busy: there
 all wait for their turn.
+
+With --beside, the time between the tokens of one stream: alone, and while each of four crowds comes and is served once.
+Exit status 1 if its mean beside one of them is more than `MOST` times what it is alone.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,13 +46,18 @@ HOST, KEY = "127.0.0.1", "honest"
 CONTEXT = 4096
 SERVE = (
     "import sys; from whet.serve.serve import *; "
-    "main(ServeConfig(policy=PolicyConfig(init=sys.argv[1], num_threads=1, max_rows=64), port=0, api_key=sys.argv[2]))"
+    "main(ServeConfig(policy=PolicyConfig(init=sys.argv[1], num_threads=1, max_rows=64), name='model', port=0, "
+    "api_key=sys.argv[2]))"
 )
 PAUSE_S = 0.05
 LONGEST_S = 60.0
 """An honest request that takes longer has failed."""
 STREAM_TOKENS = 48
 START_S = 300.0
+ALONE_S = 2.0
+"""How long the stream is alone before a crowd comes."""
+BESIDE_TOKENS = 3000
+MOST = 3.0
 
 
 def save_model(folder: Path) -> None:
@@ -169,11 +179,13 @@ class Flood(NamedTuple):
         num_clients: How many at a time.
         act: What each does, given the port and a number.
         fills_rows: Whether it has the key and keeps all rows busy.
+        seconds: As a crowd, how long it goes on; 0 if each client does its thing once.
     """
 
     num_clients: int
     act: Callable[[int, int], Awaitable[None]]
     fills_rows: bool = False
+    seconds: float = 0.0
 
 
 FLOODS: dict[str, Flood] = {
@@ -214,15 +226,29 @@ FLOODS: dict[str, Flood] = {
 }
 
 
-def run_flood(name: str, port: int, seconds: float, count: Any, begun: Any) -> None:
-    """Run a flood until its time is over; count what its clients did, and say when it begins."""
+CROWDS: dict[str, Flood] = {
+    "four clients of one token": FLOODS["four clients of one token"]._replace(seconds=5.0),
+    "one prompt of 3,031 tokens": FLOODS["long prompts"]._replace(num_clients=1),
+    "250 requests at once": FLOODS["250 requests at once"],
+    "32 cancelled streams": FLOODS["32 streams that are left"],
+}
+"""What comes beside a stream with --beside."""
+
+
+def run_flood(name: str, port: int, seconds: float, count: Any, times: Any, begun: Any, go: Any) -> None:
+    """Say that all is ready, wait for `go`, and run a flood; count what its clients did, and note when.
+
+    It goes on for so many seconds; with 0 each client does its thing once.
+    """
     end_with_parent()
-    flood = FLOODS[name]
+    flood = (FLOODS | CROWDS)[name]
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 65536), most))
 
     begun.set()
-    end = time.monotonic() + seconds
+    go.wait()
+    times[0] = time.monotonic()
+    end = times[0] + (seconds or LONGEST_S)
 
     async def client(place: int) -> None:
         while (left := end - time.monotonic()) > 0:
@@ -232,35 +258,67 @@ def run_flood(name: str, port: int, seconds: float, count: Any, begun: Any) -> N
             except (OSError, TimeoutError, asyncio.IncompleteReadError):
                 await asyncio.sleep(0.001)
             count.value += 1
+            if not seconds:
+                return
 
     async def everyone() -> None:
         await asyncio.gather(*(client(place) for place in range(flood.num_clients)))
 
     asyncio.run(everyone())
+    times[1] = time.monotonic()
+
+
+@contextmanager
+def flooding(name: str, port: int, seconds: float) -> Iterator[tuple[Any, Any, Any]]:
+    """Start the process of a flood, ready to begin; give its count, its times, and what lets it begin."""
+    context = multiprocessing.get_context("spawn")
+    count, times = context.Value("q", 0), context.Array("d", 2)
+    begun, go = context.Event(), context.Event()
+    process = context.Process(
+        target=run_flood, args=(name, port, seconds, count, times, begun, go), daemon=True
+    )
+    process.start()
+    try:
+        if not begun.wait(START_S):
+            raise RuntimeError(f"a flood did not begin within {START_S:g} s")
+        yield count, times, go
+        process.join(2 * LONGEST_S)
+    finally:
+        if process.is_alive():
+            process.kill()
 
 
 # --- the honest client ----------------------------------------------------------------------------------------------
 
 
 class Honest:
-    """Asks for one token again and again, and reads streams; notes how long that takes."""
+    """Asks for one token again and again, and reads streams; notes how long that takes.
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    Attributes:
+        waits: Seconds of each request for one token.
+        gaps: When each token of a stream came, and how long after the one before.
+    """
+
+    def __init__(self, port: int, stream_tokens: int = STREAM_TOKENS) -> None:
+        self._port, self._stream_tokens = port, stream_tokens
         self.waits: list[float] = []
-        self.gaps: list[float] = []
+        self.gaps: list[tuple[float, float]] = []
         self.failures: list[str] = []
         self._over = threading.Event()
 
-    def measure(self, seconds: float) -> None:
-        """Ask for so long."""
-        threads = [threading.Thread(target=self._loop, args=(act,)) for act in (self._ask, self._stream)]
+    @contextmanager
+    def going_on(self, *, asks: bool = True) -> Iterator[None]:
+        """Read streams, and ask for single tokens if wanted, until the end of the block."""
+        acts = (self._stream, self._ask) if asks else (self._stream,)
+        threads = [threading.Thread(target=self._loop, args=(act,)) for act in acts]
         for thread in threads:
             thread.start()
-        time.sleep(seconds)
-        self._over.set()
-        for thread in threads:
-            thread.join()
+        try:
+            yield
+        finally:
+            self._over.set()
+            for thread in threads:
+                thread.join()
 
     def _loop(self, act: Callable[[], None]) -> None:
         while not self._over.is_set():
@@ -289,13 +347,15 @@ class Honest:
             connection.close()
 
     def _stream(self) -> None:
-        connection = self._post(max_tokens=STREAM_TOKENS, stream=True)
+        connection = self._post(max_tokens=self._stream_tokens, stream=True, ignore_eos=True)
         try:
             reply, last, count, is_whole = connection.getresponse(), None, 0, False
             for line in reply:
+                if self._over.is_set():
+                    return
                 if line.startswith(b"data: {"):
                     now, count = time.monotonic(), count + 1
-                    self.gaps += [] if last is None else [now - last]
+                    self.gaps += [] if last is None else [(now, now - last)]
                     last = now
                 is_whole = line.startswith(b"data: [DONE]") or (is_whole and not line.strip())
             if not is_whole:
@@ -306,22 +366,54 @@ class Honest:
 
 def measure(name: str, port: int, seconds: float) -> dict[str, Any]:
     """Run one flood beside the honest client; return what that saw."""
-    context = multiprocessing.get_context("spawn")
-    count, begun, honest = context.Value("q", 0), context.Event(), Honest(port)
-    process = context.Process(target=run_flood, args=(name, port, seconds, count, begun), daemon=True)
-    process.start()
-    if not begun.wait(START_S):
-        process.kill()
-        raise RuntimeError(f"the flood {name!r} did not begin within {START_S:g} s")
-    honest.measure(seconds)
-    process.join(LONGEST_S)
-    if process.is_alive():
-        process.kill()
+    honest = Honest(port)
+    with flooding(name, port, seconds) as (count, _, go), honest.going_on():
+        go.set()
+        time.sleep(seconds)
     row: dict[str, Any] = {"flood": name, "acts": count.value, "requests": len(honest.waits)}
-    for key, times in (("wait", honest.waits), ("gap", honest.gaps)):
+    for key, times in (("wait", honest.waits), ("gap", [gap for _, gap in honest.gaps])):
         row[f"{key}_median_s"] = statistics.median(times) if times else float("inf")
         row[f"{key}_worst_s"] = max(times, default=float("inf"))
     return row | {"failures": honest.failures}
+
+
+def measure_beside(name: str, port: int, rounds: int) -> dict[str, Any]:
+    """Let a crowd come beside a stream; return the seconds between its tokens before and meanwhile."""
+    alone: list[float] = []
+    beside: list[float] = []
+    failures: list[str] = []
+    lasted: list[float] = []
+    for _ in range(rounds):
+        honest = Honest(port, BESIDE_TOKENS)
+        with flooding(name, port, CROWDS[name].seconds) as (_, times, go):
+            with honest.going_on(asks=False):
+                time.sleep(ALONE_S)
+                go.set()
+                while not times[1]:
+                    time.sleep(0.01)
+            came, left = times
+        alone += [gap for when, gap in honest.gaps if when < came]
+        beside += [gap for when, gap in honest.gaps if when > came and when - gap < left]
+        lasted.append(left - came)
+        failures += honest.failures
+    row: dict[str, Any] = {"crowd": name, "seconds": statistics.median(lasted), "tokens": len(beside)}
+    for key, gaps in (("alone", alone), ("beside", beside)):
+        row[f"{key}_median_s"], row[f"{key}_mean_s"] = statistics.median(gaps), statistics.mean(gaps)
+        row[f"{key}_worst_s"] = max(gaps)
+    return row | {"ratio": row["beside_mean_s"] / row["alone_mean_s"], "failures": failures}
+
+
+BESIDE = ("alone_mean_s", "beside_median_s", "beside_mean_s", "beside_worst_s")
+
+
+def beside_table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows of `measure_beside` as a table."""
+    lines = ["| beside a stream | lasts, s | alone, mean | beside, median | mean | worst | mean / alone |"]
+    lines.append("|---|--:|--:|--:|--:|--:|--:|")
+    for row in rows:
+        cells = [row["crowd"], f"{row['seconds']:.1f}", *(f"{row[key]:.4f}" for key in BESIDE)]
+        lines.append(f"| {' | '.join(cells)} | {row['ratio']:.1f} |")
+    return "\n".join(lines)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -345,9 +437,12 @@ def main() -> int:
     parser.add_argument(
         "--limit", type=float, default=0.1, help="highest median of the honest client, seconds"
     )
+    parser.add_argument("--beside", action="store_true", help="measure a stream beside four crowds instead")
+    parser.add_argument("--rounds", type=int, default=3, help="times that each crowd comes")
     parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    show = beside_table if options.beside else table
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or Path(folder) / "model"
         if options.model is None:
@@ -359,17 +454,25 @@ def main() -> int:
                 line = process.stdout.readline()
                 port = int(line.split("http://")[1].split(":")[1].split("/")[0])
                 print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {line.strip()}", flush=True)
-                for name in options.floods:
-                    rows.append(measure(name, port, 60 * options.minutes))
-                    print(table(rows[-1:]).splitlines()[-1], *rows[-1]["failures"][:1], flush=True)
+                for name in CROWDS if options.beside else options.floods:
+                    if options.beside:
+                        rows.append(measure_beside(name, port, options.rounds))
+                    else:
+                        rows.append(measure(name, port, 60 * options.minutes))
+                    print(show(rows[-1:]).splitlines()[-1], *rows[-1]["failures"][:1], flush=True)
             finally:
                 process.terminate()
-    print(f"\n{table(rows)}")
+    print(f"\n{show(rows)}")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
-    slow = [
-        row for row in rows if row["wait_median_s"] > options.limit and not FLOODS[row["flood"]].fills_rows
-    ]
+    if options.beside:
+        slow = [row for row in rows if row["ratio"] > MOST]
+    else:
+        slow = [
+            row
+            for row in rows
+            if row["wait_median_s"] > options.limit and not FLOODS[row["flood"]].fills_rows
+        ]
     return int(bool(slow) or any(row["failures"] for row in rows))
 
 

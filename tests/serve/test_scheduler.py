@@ -378,10 +378,18 @@ def engine_of(policy: Policy, stops: tuple[str, ...] = ()) -> Engine:
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+def costs() -> dict[str, float]:
+    """Seconds that the scheduler takes each call of the engine for, whatever the machine does."""
+    return {"decode": 1.0, "admit": 1.0, "read": 1.0}
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch, costs: dict[str, float]) -> list[tuple[str, int, int]]:
     """Note each call of the engine: what it does, rows that live before it, and tokens that it reads."""
+    clock = [0.0]
     monkeypatch.setattr(engine_module, "PIECE_TOKENS", 32)
     monkeypatch.setattr(scheduler_module, "PIECE_TOKENS", 32)
+    monkeypatch.setattr(scheduler_module, "perf_counter", lambda: clock[0])
     done: list[tuple[str, int, int]] = []
     live: list[int] = [0]
 
@@ -391,6 +399,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
         def noted(self: Engine, *arguments: Any) -> Any:
             before, count = live[0], 0
             result = original(self, *arguments)
+            clock[0] += costs.get(name, 0.0)
             if name == "read":
                 count = arguments[0].num_read % 32 or 32
             else:
@@ -486,6 +495,50 @@ def test_a_stream_goes_on_beside_a_crowd(crowd: str, steps: list[tuple[str, int,
     assert max(later - before for before, later in pairwise(marks)) <= 2
     assert not others.events.empty()
     assert [[end]] == engine_of(policy).generate([ask.request], ask.params)
+
+
+def test_decoding_has_its_share_of_the_time(
+    steps: list[tuple[str, int, int]], costs: dict[str, float]
+) -> None:
+    """Pieces of prompts that take long: a stream beside them has a third of the time, and they the rest."""
+    costs |= {"read": 12.0, "admit": 5.0}
+    inbox, others, is_there = Inbox(), Inbox(), threading.Event()
+    prompts = [(66,) * 100, (67,) * 20, (68,) * 30]
+
+    def sink(index: int, event: Event) -> None:
+        inbox(index, event)
+        if not is_there.is_set():
+            is_there.set()
+            params = SamplingParams(max_new_tokens=1)
+            asks = [Ask(request=Request(prompt_ids=ids, seeds=(0,)), params=params) for ids in prompts]
+            scheduler.submit(asks, others)
+
+    with Scheduler(make_policy(max_rows=4), context=128, max_waiting=9) as scheduler:
+        scheduler.submit([long_ask(length=100)], sink)
+        assert len(others.wait(3)) == 3
+        assert len(inbox.wait(1)) == 1
+    names = [name for name, live, _ in steps if live]
+    reads = [place for place, name in enumerate(names) if name != "decode"]
+    assert sorted(names[place] for place in reads) == ["admit"] * 2 + ["read"] * 4
+    for place, later in pairwise(reads):
+        assert later - place - 1 == -(-costs[names[place]] // 2)
+
+
+def test_a_place_is_free_when_its_client_hears_of_the_end() -> None:
+    """A client that asks again at once is not refused, though there is room for one alone."""
+    again = Inbox()
+
+    def sink(_: int, event: Event) -> None:
+        if isinstance(event, Completion):
+            try:
+                scheduler.submit([long_ask(length=3)], again)
+            except BusyError as error:
+                again(0, error)
+
+    with Scheduler(make_policy(max_rows=1), context=128, max_waiting=0) as scheduler:
+        scheduler.submit([long_ask(length=3)], sink)
+        (end,) = again.wait(1).values()
+        assert isinstance(end, Completion)
 
 
 def test_long_prompts_are_served_as_the_engine_generates(

@@ -1,8 +1,8 @@
 """Continuous batching for requests that arrive at any time; one thread owns the model.
 
 The steps are the engine's own (`Engine.admit`, `read`, `decode`, `harvest`), so a completion equals `Engine.generate`'s
-for the same prompt and seed, whatever else is being served. Every second step at least decodes, and no step reads more
-than a piece of a prompt: a stream goes on at half its pace at worst, whatever others ask for.
+for the same prompt and seed, whatever else is being served. No step reads more than a piece of a prompt, and after each
+decoding has its share of the time: a stream goes on at a third of its pace at worst, whatever others ask for.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from time import perf_counter
 
 import torch
 
@@ -32,6 +33,8 @@ from whet.model.weights import load_model
 from whet.types import UserError
 
 KNOWN_PARAMS = 64
+READING_SHARE = 2.0
+"""Most time that reading takes for each second of decoding, while there are rows to decode."""
 CLOSE_S = 30.0
 CLOSING = "the server is closing"
 NO_NUMBERS = (
@@ -162,7 +165,7 @@ class Scheduler:
         self._suspects: deque[deque[Job]] = deque()
         self._long: _Long | None = None
         self._readers = deque((self._admit_short, self._read_long, self._score))
-        self._has_read = False
+        self._owed_s = 0.0
         self._wake = threading.Condition()
         self._closed = False
         ready: Future[None] = Future()
@@ -423,20 +426,24 @@ class Scheduler:
             rows.done[cancelled] = True
             self._deliver(self._engine.harvest(rows))
 
-        # Reading goes first, since it fills rows, but never twice: who keeps asking does not keep others from decoding.
-        if rows.jobs and (self._has_read or not self._read(rows)):
+        # Reading goes first, since it fills rows. Then decoding has the time that it is owed, and one step at least: a
+        # piece of a prompt may take as long as forty steps, and clients that keep asking must not stop the others.
+        began, is_decoding = perf_counter(), bool(rows.jobs)
+        if is_decoding and (self._owed_s > 0 or not self._read(rows)):
             self._engine.decode(rows)
             self._announce(rows, 0)
-            self._has_read = False
-        elif not rows.jobs:
+            self._owed_s = max(0.0, self._owed_s - (perf_counter() - began))
+        elif is_decoding:
+            self._owed_s = (perf_counter() - began) / READING_SHARE
+        else:
             self._read(rows)
+            self._owed_s = 0.0
 
     def _read(self, rows: Rows) -> bool:
         """Let the next kind of reading that has something to do take its turn; return whether there was any."""
         for _ in range(len(self._readers)):
             self._readers.rotate(-1)
             if self._readers[-1](rows):
-                self._has_read = True
                 return True
         return False
 
@@ -590,13 +597,15 @@ class Scheduler:
 
     def _deliver(self, ended: Sequence[Job]) -> None:
         for job in ended:
-            if job.completion is not None and not job.cancelled:
-                self._send(job, job.completion)
-            self._sinks.pop(job, None)
+            self._send(job, job.completion, is_last=True)
 
-    def _send(self, job: Job, event: Event) -> None:
+    def _send(self, job: Job, event: Event | None, *, is_last: bool = False) -> None:
+        """Tell a job's client, if it still listens; after the last event, its place is free before it hears of it."""
+        outlet = self._sinks.pop(job, None) if is_last else self._sinks.get(job)
+        if outlet is None or event is None or job.cancelled:
+            return
         try:
-            self._sinks[job].send(event)
+            outlet.send(event)
         except Exception:  # the client is gone
             job.cancelled = True
 
@@ -607,10 +616,8 @@ class Scheduler:
             if isinstance(job.request, _ScoredRequest):
                 with suppress(InvalidStateError):
                     job.request.scores.set_exception(told)
-            if job in self._sinks and not job.cancelled:
-                self._send(job, told)
+            self._send(job, told, is_last=True)
             job.cancelled = True
-            self._sinks.pop(job, None)
 
     def _retry(self, rows: Rows, error: BaseException) -> None:
         """Start the jobs of a step that failed again, in two groups, one after the other.

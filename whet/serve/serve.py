@@ -7,6 +7,7 @@ import ipaddress
 import os
 import re
 import socket
+import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,10 @@ SPARE_CONNECTIONS = 512
 BACKLOG = 128
 """Connections waiting to be accepted. A client that connects and leaves 1,500 times a second keeps the queue full of
 connections that are gone; with uvicorn's 2,048 places, everyone else waits a second behind them."""
+SWITCH_S = 0.0005
+"""Seconds that a thread keeps Python's lock while another waits for it. The thread that draws tokens releases it at
+each of PyTorch's operations, ten to a hundred times a step: with Python's 5 ms, clients that keep the other threads
+busy leave it five tokens a second."""
 KEY_VARIABLE = "WHET_API_KEY"
 TRIES = 4
 """How often the model is asked for a move of chess where nothing that it wrote is legal."""
@@ -165,6 +170,7 @@ def main(config: ServeConfig) -> None:
     if config.board:
         library()  # before the model is loaded: python-chess may be missing
     key = key_of(config)
+    sys.setswitchinterval(SWITCH_S)
     with listen(config.host, config.port) as listener:
         policy = load_policy(
             config.policy,
