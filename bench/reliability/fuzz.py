@@ -32,6 +32,7 @@ from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ["MPLBACKEND"] = "agg"
+os.environ["WHET_KERNELS"] = "cpp"  # a measurement of their speed would be written outside an input's folder
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
