@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from whet.eval.evaluate import EvalConfig, chosen_split, main, plan, task_configs
+from whet.eval.evaluate import ONE_FILE, EvalConfig, chosen_split, main, plan, task_configs
 from whet.eval.measure import Work, join_windows, show_work, total_work
 from whet.eval.record import describe_weights, read_eval, unlike
 from whet.generate.policy import PolicyConfig, load_policy
@@ -261,16 +262,31 @@ def test_a_file_is_measured_whole_unless_the_model_was_trained_on_it(
     assert unlike(summary["identity"], summary["identity"] | {"split": "test"}) == []
 
 
-def test_the_share_that_is_held_out_is_said_and_can_be_chosen(tmp_path: Path) -> None:
+OWN: dict[str, Callable[[int], dict[str, Any]]] = {
+    "jsonl": lambda n: {"question": f"{n}+0=", "answer": str(n)},
+    "choice": lambda n: {"question": f"{n}?", "choices": ["one", "two"], "answer": "A"},
+    "yes_no": lambda n: {"question": f"{n}?", "answer": "yes"},
+    "code": lambda n: {"prompt": f"Write f{n}.", "tests": [f"assert f{n}() == 1"]},
+    "countdown": lambda n: {"numbers": [n + 2, 1, 2], "target": n + 5},
+    "letters": lambda n: {"word": "b" * (n // 20 + 1) + "a" * (n % 20), "letter": "a", "count": n % 20},
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_share_that_is_held_out_is_said_and_can_be_chosen(name: str, tmp_path: Path) -> None:
+    """Of each task that reads one file of rows."""
+    assert set(OWN) == ONE_FILE
     rows = tmp_path / "rows.jsonl"
-    lines = [json.dumps({"question": f"{n}+0=", "answer": str(n)}) for n in range(400)]
-    rows.write_text("\n".join(lines), encoding="utf-8")
+    rows.write_text("\n".join(json.dumps(OWN[name](n)) for n in range(400)), encoding="utf-8")
     for share, few in (
         (0.05, " (too few to show a difference; --task.held-out 0.2 holds out more)"),
-        (0.25, ""),
+        (0.2, ""),
     ):
-        task = load_task(TaskConfig(name="jsonl", path=str(rows), held_out=share))
+        config = TaskConfig(name=name, path=str(rows), held_out=share)
+        mixed = TaskConfig(name="mixture", weights={name: 1.0}, paths={name: str(rows)}, held_out=share)
+        task, part = load_task(config), load_task(mixed)
         sizes = {split: len(task.problems(split)) for split in ("train", "dev", "test")}
+        assert sizes == {split: len(part.problems(split)) for split in sizes}
         assert sum(sizes.values()) == 400
         for split in ("dev", "test"):  # of a binomial, four standard deviations
             assert abs(sizes[split] - 400 * share) < 4 * (400 * share * (1 - share)) ** 0.5
@@ -279,7 +295,13 @@ def test_the_share_that_is_held_out_is_said_and_can_be_chosen(tmp_path: Path) ->
             f"rows.jsonl: {sizes['train']} of 400 rows are trained on, {sizes['dev']} held out for validation, "
             f"{sizes['test']} for testing{few}"
         )
+
+
+def test_a_share_that_cannot_be_held_out_is_refused(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
     with pytest.raises(UserError, match=r"task.held_out = 0.5: expected a share"):
         TaskConfig(name="jsonl", path=str(rows), held_out=0.5)
     with pytest.raises(ValueError, match="held_out is not read by task arithmetic"):
         TaskConfig(held_out=0.2)
+    with pytest.raises(ValueError, match="held_out is not read by task countdown"):  # its problems are made
+        TaskConfig(name="countdown", held_out=0.2)

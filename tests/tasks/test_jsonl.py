@@ -107,6 +107,11 @@ def test_forms(
         ),
         ({"x": "p"}, {}, "no column is a question; name it with --task.prompt (there are: x)"),
         (
+            {"Frage": "p", "Antwort": "a"},
+            {},
+            "name it with --task.prompt, and that of the answer with --task.answer (there are: Frage, Antwort)",
+        ),
+        (
             {"prompt": "p", "solution": "4"},
             {"answer": "a"},
             "no column 'a'; name another with --task.answer (there are: prompt, solution)",

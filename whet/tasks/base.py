@@ -39,7 +39,7 @@ from whet.tasks.user import UserTask, is_user_task
 from whet.types import Problem, Task, UnreadError, UserError
 
 _DRAWN = frozenset({"num_problems", "seed"})
-_MADE = _DRAWN | {"path", "max_bad_rows", "level"}
+_MADE = _DRAWN | {"path", "max_bad_rows", "held_out", "level"}
 _SEEN = _DRAWN | {"level", "cell"}
 _CHESS = _DRAWN | {"path", "max_bad_rows", "nodes", "layout"}
 _ROWS = frozenset({"path", "max_rows", "max_bad_rows", "symbolic"})
@@ -73,9 +73,9 @@ OPTIONS: dict[str, frozenset[str]] = {
     "gsm8k": frozenset({"path", "max_bad_rows", "keep_calculator", "symbolic"}),
     "math": frozenset({"path", "max_bad_rows", "symbolic"}),
     **dict.fromkeys(PROGRAMS, frozenset({"path", "config", "max_rows", "max_bad_rows"})),
+    "code": frozenset({"path", "config", "max_rows", "max_bad_rows", "held_out"}),
     "ifeval": frozenset({"path", "max_rows", "max_bad_rows"}),
-    "choice": frozenset({"path", "max_bad_rows"}) | _IMAGES,
-    "yes_no": frozenset({"path", "max_bad_rows"}) | _IMAGES,
+    **dict.fromkeys(("choice", "yes_no"), frozenset({"path", "max_bad_rows", "held_out"}) | _IMAGES),
     "gym": _DRAWN | {"path"},
     **dict.fromkeys(KINDS, _CHESS),
     **dict.fromkeys(("chess-env", "chess-moves"), _CHESS - {"layout"}),
@@ -125,8 +125,8 @@ class TaskConfig:
     solution: str = ""
     """jsonl, hub: column of the worked solution, or of the reply; '' is recognised."""
     held_out: float = 0.05
-    """jsonl, hub: share of the rows of one file (or split of the hub) that is kept from training for validation (dev),
-    and as much again for testing (test)."""
+    """jsonl, hub, choice, yes_no, code, countdown, letters: share of the rows of one file (or split of the hub) that is
+    kept from training for validation (dev), and as much again for testing (test)."""
     images: str = ""
     """jsonl, hub, choice, yes_no: column of the images that a question is about; '' is recognised, none reads none."""
     image_root: str = ""
@@ -279,7 +279,9 @@ def _options(name: str) -> frozenset[str]:
 def _read_by(name: str, path: str) -> frozenset[str]:
     """Return the fields that a task reads, with data of the user's or without."""
     read = _options(name)
-    if path and name in NO_PATH_NEEDED:
+    if not path and name in NO_PATH_NEEDED:
+        read -= {"held_out"}  # generated: the share is the task's own
+    elif path and name in NO_PATH_NEEDED:
         read -= _DRAWN | {"level"}
         if name in ("chess-env", "chess-moves"):  # only positions that we make are from Stockfish's games
             read -= {"nodes"}
@@ -339,6 +341,10 @@ def _drawn(config: TaskConfig) -> dict[str, int]:
     return {"level": config.level, "num_problems": config.num_problems, "seed": config.seed}
 
 
+def _kept(config: TaskConfig) -> dict[str, Any]:
+    return {"max_bad_rows": config.max_bad_rows, "held_out": config.held_out}
+
+
 def _images(config: TaskConfig) -> dict[str, Any]:
     return {"images": config.images, "image_root": config.image_root, "image_urls": config.image_urls}
 
@@ -356,8 +362,7 @@ def _rows(config: TaskConfig) -> Jsonl:
         config=config.config,
         split=config.split,
         max_rows=config.max_rows,
-        max_bad_rows=config.max_bad_rows,
-        held_out=config.held_out,
+        **_kept(config),
     )
 
 
@@ -379,15 +384,15 @@ def _code(config: TaskConfig) -> Code:
         config.path,
         config=config.config,
         max_rows=config.max_rows,
-        max_bad_rows=config.max_bad_rows,
+        **_kept(config),
     )
 
 
 TASKS: dict[str, Callable[[TaskConfig], Task]] = {
     "arithmetic": lambda config: Arithmetic(),
     "products": lambda config: Products(),
-    "countdown": lambda config: countdown(config.path, max_bad_rows=config.max_bad_rows, **_drawn(config)),
-    "letters": lambda config: letters(config.path, max_bad_rows=config.max_bad_rows, **_drawn(config)),
+    "countdown": lambda config: countdown(config.path, **_kept(config), **_drawn(config)),
+    "letters": lambda config: letters(config.path, **_kept(config), **_drawn(config)),
     "sanity": lambda config: Sanity(),
     "matrices": lambda config: matrices(cell=config.cell, **_drawn(config)),
     "shapes": lambda config: shapes(cell=config.cell, **_drawn(config)),
@@ -398,8 +403,8 @@ TASKS: dict[str, Callable[[TaskConfig], Task]] = {
     "math": lambda config: MATH(config.path, max_bad_rows=config.max_bad_rows),
     **dict.fromkeys(PROGRAMS, _code),
     "ifeval": lambda config: IFEval(config.path, max_rows=config.max_rows, max_bad_rows=config.max_bad_rows),
-    "choice": lambda config: choice(config.path, max_bad_rows=config.max_bad_rows, **_images(config)),
-    "yes_no": lambda config: yes_no(config.path, max_bad_rows=config.max_bad_rows, **_images(config)),
+    "choice": lambda config: choice(config.path, **_kept(config), **_images(config)),
+    "yes_no": lambda config: yes_no(config.path, **_kept(config), **_images(config)),
     "gym": lambda config: Gym(config.path, num_problems=config.num_problems, seed=config.seed),
     **dict.fromkeys(KINDS, _chess),
     **dict.fromkeys(("jsonl", "hub", *ROW_SETS), _rows),

@@ -20,7 +20,7 @@ MAX_CHARACTERS = 4000
 _LABEL = re.compile(r"[(\[]?([A-Za-z])[)\].:]?(?:\s+(.*))?", re.DOTALL)
 
 
-def choice(path: str, *, max_bad_rows: int = 0, **images: Any) -> Task:
+def choice(path: str, **options: Any) -> Task:
     """Return the task `choice`.
 
     A row is a question (`prompt`, `question` or `problem`), its choices (`choices` or `options`: a list, a dict of
@@ -29,23 +29,19 @@ def choice(path: str, *, max_bad_rows: int = 0, **images: Any) -> Task:
 
     Args:
         path: File or folder.
-        max_bad_rows: Bad rows per file that are tolerated.
-        images: Where the images of rows are (`FromRows`).
+        options: Of `FromRows`: which rows are bad or held out, and where their images are.
     """
-    options: Any = {"answer_type": "choice", "max_bad_rows": max_bad_rows, **images}
-    return FromRows("choice", path, _choice_row, is_choice, **options)
+    return FromRows("choice", path, _choice_row, is_choice, answer_type="choice", **options)
 
 
-def yes_no(path: str, *, max_bad_rows: int = 0, **images: Any) -> Task:
+def yes_no(path: str, **options: Any) -> Task:
     """Return the task `yes_no`: rows of a question and an answer that is yes, no, true, false, 1 or 0.
 
     Args:
         path: File or folder.
-        max_bad_rows: Bad rows per file that are tolerated.
-        images: Where the images of rows are (`FromRows`).
+        options: Of `FromRows`: which rows are bad or held out, and where their images are.
     """
-    options: Any = {"answer_type": "yes_no", "max_bad_rows": max_bad_rows, **images}
-    return FromRows("yes_no", path, _yes_no_row, is_yes_no, **options)
+    return FromRows("yes_no", path, _yes_no_row, is_yes_no, answer_type="yes_no", **options)
 
 
 def has_options(row: Row) -> bool:

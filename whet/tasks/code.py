@@ -31,7 +31,7 @@ from whet.sandbox.jobs import Verdict
 from whet.sandbox.programs import TestResult, TestsVerdict, run_python, run_tests
 from whet.schema import AnswerType
 from whet.tasks.hub import TRAIN, Part, read_hub
-from whet.tasks.read import BadRow, Check, Row, check_split, is_hub_name, read_jsonl, select_split
+from whet.tasks.read import BadRow, Check, Row, check_split, division, is_hub_name, read_jsonl, select_split
 from whet.tasks.sets import HUB_SETS
 from whet.types import Problem, UserError, problem_uid
 
@@ -44,7 +44,6 @@ NUM_REMEMBERED = 4096
 """Cached verdicts: metrics and several rewards ask about the same program."""
 MBPP_SPLITS = {"test": range(11, 511), "dev": range(511, 601), "train": range(601, 975)}
 """The authors' split by task id; 1 to 10 are for prompts."""
-TEST_PERCENT = 5
 FENCE = "```"
 MAX_DIGITS = 100_000
 """Digits of an integer in a test; Python's own limit is 4,300."""
@@ -119,6 +118,7 @@ class Code:
         seconds_per_answer: Upper bound of the time to judge an answer.
         bad_rows: Rows skipped so far.
         num_repeated: Repeated problems so far; they are kept.
+        divided: How many rows of one file are kept from training, once it was read.
     """
 
     answer_type: AnswerType = "program"
@@ -126,7 +126,14 @@ class Code:
     needs_gold = False
 
     def __init__(
-        self, name: str, path: str | Path = "", *, config: str = "", max_rows: int = 0, max_bad_rows: int = 0
+        self,
+        name: str,
+        path: str | Path = "",
+        *,
+        config: str = "",
+        max_rows: int = 0,
+        max_bad_rows: int = 0,
+        held_out: float = 0.05,
     ) -> None:
         """Set the location of the data.
 
@@ -139,8 +146,9 @@ class Code:
             config: Configuration on the hub.
             max_rows: Rows to stream from the hub; 0 downloads all.
             max_bad_rows: Bad rows that are tolerated.
+            held_out: Share of 'dev', and of 'test', where 'code' reads one file or split.
         """
-        self.name = name
+        self.name, self._percent = name, 100 * held_out
         self._path = Path(path)
         self._hub: dict[str, Part] = {}
         if name in HUB_SETS and (not str(path) or is_hub_name(str(path))):
@@ -159,6 +167,7 @@ class Code:
         self._names: OrderedDict[str, set[str]] = OrderedDict()
         self.bad_rows: list[BadRow] = []
         self.num_repeated = 0
+        self.divided = ""
 
     def problems(self, split: str) -> list[Problem]:
         """Return the problems of 'train', 'dev' or 'test'; HumanEval and other benchmarks have only 'test'."""
@@ -167,18 +176,21 @@ class Code:
             part = self._hub.get(split)
             return [problem for problem, _ in self._part(part)] if part is not None else []
         if self._hub:
-            found = [problem for problem, _ in self._part(self._hub[TRAIN])]
-            return select_split(found, split, test_percent=TEST_PERCENT)
+            return self._divide(str(self._hub[TRAIN]), self._part(self._hub[TRAIN]), split)
         if self.name in TEST_FILES:
             return [problem for problem, _ in self._file(TEST_FILES[self.name])] if split == "test" else []
         if self.name == "mbpp":
             numbered = self._file("mbpp.jsonl")
             return [problem for problem, row in numbered if row["task_id"] in MBPP_SPLITS[split]]
         if self._path.is_file():
-            found = [problem for problem, _ in self._file("")]
-            return select_split(found, split, test_percent=TEST_PERCENT)
+            return self._divide(self._path.name, self._file(""), split)
         found = [problem for problem, _ in self._file("test.jsonl" if split == "test" else "train.jsonl")]
-        return found if split == "test" else select_split(found, split)
+        return found if split == "test" else select_split(found, split, dev_percent=self._percent)
+
+    def _divide(self, source: str, rows: Sequence[tuple[Problem, Row]], split: str) -> list[Problem]:
+        found = [problem for problem, _ in rows]
+        self.divided = self.divided or division(source, found, self._percent)
+        return select_split(found, split, dev_percent=self._percent, test_percent=self._percent)
 
     def is_correct(self, problem: Problem, answer: str | None) -> bool | None:
         """Say whether a program passes all tests; None if the sandbox failed."""

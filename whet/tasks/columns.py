@@ -184,7 +184,9 @@ def recognise(
     if not prompt and texts and not (gold or worked or reply):
         return Columns(kind="text", prompt=texts[0])
     if not prompt:
-        raise UserError(f"{source}: no column is a question; name it with --task.prompt ({there})")
+        is_alone = bool(gold or worked or reply) or len(present) < 2
+        too = "" if is_alone else ", and that of the answer with --task.answer"
+        raise UserError(f"{source}: no column is a question; name it with --task.prompt{too} ({there})")
     is_chat = isinstance(_asked_in(present, prompt), list) and not (gold or worked or reply)
     pairs = {"context": ("input",) if prompt.lower() == "instruction" else (), "system": ("system",)}
     more = {name: next(iter(_found(present, wanted)), "") for name, wanted in pairs.items()}

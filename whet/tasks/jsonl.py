@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -23,6 +22,7 @@ from whet.tasks.read import (
     BadRow,
     Row,
     check_split,
+    division,
     first_row,
     is_hub_name,
     read_file,
@@ -30,13 +30,10 @@ from whet.tasks.read import (
     select_files,
     select_split,
     sift,
-    split_of,
 )
 from whet.tasks.sets import HubSet, known_set
 from whet.types import Problem, UserError, problem_uid
 
-FEW_HELD_OUT, HOLDS_MORE = 50, 20.0
-"""Fewer rows to test on are said to be few, and the share in percent that is proposed then."""
 SHOWN = 160
 """Characters of the sample row that `Jsonl.recognised` shows of each field."""
 COLUMN = "column"
@@ -149,8 +146,8 @@ class Jsonl:
             found = select_files(
                 self._path, split, self._file, ENDINGS, name=self.name, percent=self._percent
             )
-            if self._path.is_file():
-                self._tell_division(self._path.name, self._file(self._path))
+            if self._path.is_file() and not self.divided:
+                self.divided = division(self._path.name, self._file(self._path), self._percent)
             return found
         check_split(split)
         if self._parts is None:
@@ -162,23 +159,8 @@ class Jsonl:
         rows = self._part(self._parts[TRAIN])
         if TEST in self._parts:
             return select_split(rows, split, dev_percent=self._percent)
-        self._tell_division(str(self._parts[TRAIN]), rows)
+        self.divided = self.divided or division(str(self._parts[TRAIN]), rows, self._percent)
         return select_split(rows, split, dev_percent=self._percent, test_percent=self._percent)
-
-    def _tell_division(self, source: str, problems: Sequence[Problem]) -> None:
-        """Note how many rows are kept from training."""
-        if self.divided:
-            return
-        uids = (problem.meta.get("prompt_uid", problem.uid) for problem in problems)
-        counts = Counter(split_of(uid, dev_percent=self._percent, test_percent=self._percent) for uid in uids)
-        few = " too few to show a difference;" if counts["test"] < FEW_HELD_OUT else ""
-        more = (
-            "" if self._percent > HOLDS_MORE else f"{few} --task.held-out {HOLDS_MORE / 100:g} holds out more"
-        )
-        self.divided = (
-            f"{source}: {counts['train']:,} of {len(problems):,} rows are trained on, {counts['dev']:,} held out for "
-            f"validation, {counts['test']:,} for testing{f' ({more.strip()})' if more else ''}"
-        )
 
     def is_correct(self, problem: Problem, answer: str | None) -> bool:
         """Judge an extracted final answer."""

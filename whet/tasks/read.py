@@ -12,6 +12,7 @@ import math
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -36,6 +37,8 @@ ROW_BYTES = 64
 FILES_AT_ONCE = 16
 """Rows of a parquet file with a binary column, such as images, that are made into Python's objects together."""
 DEV_PERCENT = TEST_PERCENT = 5
+FEW_HELD_OUT, HOLDS_MORE = 50, 20.0
+"""Fewer rows to test on are said to be few, and the share in percent that is proposed then."""
 CSV = (".csv", ".tsv")
 SHEETS = (".xlsx", ".xls", ".xlsm", ".ods", ".numbers")
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", *CSV, ".parquet")
@@ -437,6 +440,24 @@ def select_files(
     unique = {problem.uid: problem for file in reversed(files) for problem in reversed(load(file))}
     problems = list(reversed(unique.values()))  # of a row that is in two shards, the first is kept
     return problems if split == "test" else select_split(problems, split, dev_percent=percent)
+
+
+def division(source: str, problems: Iterable[Problem], percent: float) -> str:
+    """Return a line about how many rows of one file are kept from training.
+
+    Args:
+        source: Name of the file.
+        problems: All of its problems.
+        percent: Share of 'dev', and of 'test'.
+    """
+    uids = (problem.meta.get("prompt_uid", problem.uid) for problem in problems)
+    counts = Counter(split_of(uid, dev_percent=percent, test_percent=percent) for uid in uids)
+    few = "too few to show a difference; " if counts["test"] < FEW_HELD_OUT else ""
+    more = "" if percent >= HOLDS_MORE else f" ({few}--task.held-out {HOLDS_MORE / 100:g} holds out more)"
+    return (
+        f"{source}: {counts['train']:,} of {counts.total():,} rows are trained on, {counts['dev']:,} held out for "
+        f"validation, {counts['test']:,} for testing{more}"
+    )
 
 
 def check_split(split: str) -> None:

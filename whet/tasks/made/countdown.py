@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any
 
 from whet.tasks.made.draft import Draft, Draw, FromRows, Generated
 from whet.tasks.read import Row
@@ -24,7 +25,7 @@ _TOKEN = re.compile(r"[0-9]+|[-+*/()]")
 
 
 def countdown(
-    path: str = "", *, level: int = 0, seed: int = 0, num_problems: int = 0, max_bad_rows: int = 0
+    path: str = "", *, level: int = 0, seed: int = 0, num_problems: int = 0, **options: Any
 ) -> Task:
     """Return the task `countdown`: levels 1 to 4 have 3 to 6 numbers; every problem can be solved.
 
@@ -34,10 +35,10 @@ def countdown(
         level: The one level wanted; 0 mixes them.
         seed: Seed of the draws.
         num_problems: Problems in all splits together; 0 means 10,000.
-        max_bad_rows: Bad rows per file that are tolerated.
+        options: Of `FromRows`, for data: `max_bad_rows`, `held_out`.
     """
     if path:
-        return FromRows("countdown", path, _from_row, is_right, answer_type="text", max_bad_rows=max_bad_rows)
+        return FromRows("countdown", path, _from_row, is_right, answer_type="text", **options)
     return Generated(
         "countdown",
         _make,

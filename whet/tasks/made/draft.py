@@ -12,7 +12,7 @@ from whet.model.vision.reading import Urls
 from whet.schema import AnswerType
 from whet.tasks.columns import NONE, image_column, images_of
 from whet.tasks.images import ImageReader
-from whet.tasks.read import BadRow, Row, check_split, first_row, read_file, select_files, split_of
+from whet.tasks.read import BadRow, Row, check_split, division, first_row, read_file, select_files, split_of
 from whet.types import Problem, UserError, problem_uid
 
 Item = TypeVar("Item")
@@ -176,13 +176,14 @@ class Generated:
 
 
 class FromRows:
-    """A task whose problems are in a file (5 % 'dev', 5 % 'test') or in a folder's train and test files.
+    """A task whose problems are in a file, which is divided by hash, or in a folder's train and test files.
 
     Attributes:
         name: Name of the task.
         answer_type: What an answer is.
         bad_rows: Rows skipped so far.
         num_duplicates: Repeated problems dropped so far.
+        divided: How many rows of a file are kept from training, once it was read.
     """
 
     def __init__(
@@ -194,6 +195,7 @@ class FromRows:
         *,
         answer_type: AnswerType = "number",
         max_bad_rows: int = 0,
+        held_out: float = 0.05,
         images: str = NONE,
         image_root: str = "",
         image_urls: Urls = "none",
@@ -207,6 +209,7 @@ class FromRows:
             judge: Judges an answer.
             answer_type: What an answer is.
             max_bad_rows: Bad rows per file that are tolerated.
+            held_out: Share of 'dev', and of 'test', where one file is divided.
             images: Column of the images that a question is about; '' is recognised, 'none' reads none.
             image_root: Folder of images that are named by paths; '' for the folder of the data.
             image_urls: Which URLs of images are fetched.
@@ -218,16 +221,19 @@ class FromRows:
             raise UserError(f"{str(path)!r}: no such file or folder; check --task.path")
         self.name, self.answer_type = name, answer_type
         self._path, self._make, self._judge = Path(path), make, judge
-        self._max_bad_rows = max_bad_rows
+        self._max_bad_rows, self._percent = max_bad_rows, 100 * held_out
         self._images, self._image_root = images, image_root
         self._image_urls: Urls = image_urls
         self._files: dict[Path, list[Problem]] = {}
         self.bad_rows: list[BadRow] = []
         self.num_duplicates = 0
+        self.divided = ""
 
     def problems(self, split: str) -> list[Problem]:
         """Return all problems of 'train', 'dev' or 'test'."""
-        return select_files(self._path, split, self._file)
+        if self._path.is_file() and not self.divided:
+            self.divided = division(self._path.name, self._file(self._path), self._percent)
+        return select_files(self._path, split, self._file, percent=self._percent)
 
     def is_correct(self, problem: Problem, answer: str | None) -> bool:
         """Judge an extracted final answer."""

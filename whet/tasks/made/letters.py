@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from whet.rewards.answers.equal import answers_equal
 from whet.tasks.made.draft import Draft, Draw, FromRows, Generated
 from whet.tasks.read import Row, text_fault
@@ -32,9 +34,7 @@ WORDS, ONSETS, VOWELS = _WORDS.split(), _ONSETS.split(), _VOWELS.split()
 CODAS = ["", "", "", *_CODAS.split()]
 
 
-def letters(
-    path: str = "", *, level: int = 0, seed: int = 0, num_problems: int = 0, max_bad_rows: int = 0
-) -> Task:
+def letters(path: str = "", *, level: int = 0, seed: int = 0, num_problems: int = 0, **options: Any) -> Task:
     """Return the task `letters`: levels 1 to 3 by length of the word; one in five is an English word.
 
     Args:
@@ -42,10 +42,10 @@ def letters(
         level: A single level; 0 mixes them.
         seed: Seed of the draws.
         num_problems: Problems in all splits together; 0 means 12,000.
-        max_bad_rows: Bad rows per file that are tolerated.
+        options: Of `FromRows`, for data: `max_bad_rows`, `held_out`.
     """
     if path:
-        return FromRows("letters", path, _from_row, is_right, max_bad_rows=max_bad_rows)
+        return FromRows("letters", path, _from_row, is_right, **options)
     return Generated(
         "letters",
         _make,
