@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -600,7 +601,14 @@ rl demo --sampling.temperature 0 | greedy rollouts have no ratio
 rl demo --rewards correct | --rewards: got 'correct', expected names with float
 rl demo --task arithmetics | did you mean 'arithmetic'?
 rl demo --task gms8k | did you mean 'gsm8k'?
-rl demo --task jsonl | task jsonl needs data
+rl demo --task jsonl | task jsonl needs data: give its folder or file with --data
+eval own --model my-model --data nowhere.csv | check --data
+eval own --model my-model --data gone/rows.csv | 'openai/gsm8k'; check --data
+eval own --model my-model --task choice --data nowhere.csv --dry-run | check --data
+eval own --model my-model --task nowhere.csv --dry-run | check --task
+compare my-model twin --data asked.jsonl --dry-run | name its column with --eval.task.answer, or compare what
+profile own --of sft --model my-model --data nowhere.csv --dry-run | check --data
+dpo own --model my-model --data gone.jsonl --dry-run | check --data
 rl demo extra | unexpected argument 'extra'
 rl demo --safety x | --safety is a group of fields
 rl demo --judge.model x | judge.* is read with rewards.judge only
@@ -699,6 +707,9 @@ def test_a_bad_input_is_one_line(line: str, home: Path, capsys: pytest.CaptureFi
     status, _, err = told(capsys, *words.split())
     assert (status, err.count("\n"), err.startswith("whet: error: ")) == (2, 1, True), err
     assert message in err
+    for option in cli.SHORT.keys() & words.split():  # it is called as the user called it
+        for name in cli.SHORT[option]:
+            assert not re.search(rf"--{name}\b|\b{name} = ", err)
 
 
 def test_a_yaml_needs_no_folder_and_its_foreign_names_are_all_explained(

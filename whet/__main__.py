@@ -365,6 +365,12 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
         passes=program.passes,
         find_run=_find_run,
     )
+    with cli.as_typed(program.config_class, parsed.spelt):
+        return _perform(name, argv, program, parsed)
+
+
+def _perform(name: str, argv: Sequence[str], program: Program, parsed: cli.Parsed[Any]) -> int:
+    """Do what a command line asks for."""
     config = parsed.config
     if program.sized is not None and parsed.recipe == "own":
         config = program.sized(config, parsed.typed)

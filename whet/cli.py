@@ -10,8 +10,8 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
@@ -60,7 +60,7 @@ Config = TypeVar("Config", bound="DataclassInstance")
 FindRun = Callable[[str, bool], str]
 _NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_SHORT = {
+SHORT = {
     "--task": ("task.name", "eval.task.name"),
     "--data": ("pairs", "task.name", "eval.task.name"),
     "--model": ("policy.init",),
@@ -178,6 +178,7 @@ class Parsed(Generic[Config]):
         print_config: Print the config alone, and check nothing else.
         restarts: How often to start it again after a crash.
         typed: Dotted names of the fields that the user gave; a named group stands for all its fields.
+        spelt: Field -> the short option that the user typed for it, for errors (`as_typed`).
     """
 
     config: Config
@@ -187,6 +188,7 @@ class Parsed(Generic[Config]):
     print_config: bool = False
     restarts: int = 0
     typed: frozenset[str] = frozenset()
+    spelt: Mapping[str, str] = field(default_factory=dict)
 
 
 def parse(
@@ -267,6 +269,8 @@ def parse(
     data = default_data(config_class) if start is None else to_dict(start)
     named = [option[2:] for option, _ in overrides if option[2:] in (presets or {})]
     written = {_long(config_class, option, overrides): option for option, _ in overrides}
+    programs = [config_class, *(passes or {}).values()]
+    spelt = {name: option for cls in reversed(programs) for name, option in _spelt(cls, overrides).items()}
     overrides = [(_long(config_class, option, overrides), texts) for option, texts in overrides]
     for dotted, table in (presets or {}).items():
         if data.get(dotted) is None and any(option.startswith(f"--{dotted}.") for option, _ in overrides):
@@ -290,8 +294,9 @@ def parse(
                 else expected(leaves(config_class)[item.name])
             )
             raise UserError(f"'{program}' needs {_flag(item.name)}: {example}")
-    _name_runs(config_class, data, find_run)
-    config = _built(command, config_class, data, typed)
+    with as_typed(config_class, spelt):
+        _name_runs(config_class, data, find_run)
+        config = _built(command, config_class, data, typed)
     return Parsed(
         config=config,
         recipe=recipe,
@@ -300,6 +305,7 @@ def parse(
         print_config="print_config" in switches,
         restarts=restarts,
         typed=typed,
+        spelt=spelt,
     )
 
 
@@ -338,11 +344,62 @@ def _refuse_old(program: str, argv: Sequence[str], positional: str) -> None:
 
 def _long(cls: type[Any], option: str, given: Sequence[tuple[str, list[str]]]) -> str:
     """Return the option that a short one stands for; `--data` beside `--task` is the path of that task's data."""
-    places = _SHORT.get(option, ())
+    places = SHORT.get(option, ())
     if option == "--data" and any(name in ("--task", "--task.name") for name, _ in given):
         places = ("task.path", "eval.task.path")
     fields = leaves(cls) if places else {}
     return next((_flag(place) for place in places if place in fields), option)
+
+
+def _spelt(cls: type[Any], given: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
+    """Return the short option that the user typed for a field, by the names that errors have for the field."""
+    found: dict[str, str] = {}
+    for option, texts in given:
+        place = _long(cls, option, given)[2:].replace("-", "_")
+        if option not in SHORT or _flag(place) == option:
+            continue
+        found |= {place: option, place.removeprefix("eval."): option}
+        group, _, last = place.rpartition(".")
+        if last == "name":  # data in a task's place; with a task's name, its data stands after --data
+            is_task = texts and texts[0] in unwrap(groups(cls)[group])[0].KNOWN
+            found = {f"{part}.path": "--data" if is_task else option for part in (group, "task")} | found
+    return found
+
+
+_TOLD = re.compile(r"(?<![\w./-])(--)?([a-z][\w-]*(?:\.[\w-]+)*)( = )?(?![\w/])")
+_OTHER = re.compile(r"(?<=.)\bwhet [a-z]+ ")
+"""Where an error begins to tell of another command line; at its own beginning it names this one."""
+
+
+@contextmanager
+def as_typed(cls: type[Any], spelt: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name options as the program has them, and as the user typed them.
+
+    Code below the programs names a field by its own group: `--task.path`, which is `--data` where the user typed that,
+    and `--eval.task.path` of a program that keeps its task there.
+
+    Args:
+        cls: The program's config.
+        spelt: Field -> the short option that the user typed for it.
+    """
+    known = leaves(cls) | groups(cls)
+
+    def name(match: re.Match[str]) -> str:
+        dashes, dotted, equals = match[1], match[2].replace("-", "_"), match[3] or ""
+        if dotted in spelt and (dashes or equals or "." in dotted):
+            return spelt[dotted] + (" " if equals else "")
+        if not dashes or "." not in dotted or dotted in known:
+            return match[0]
+        alike = [name for name in known if name.endswith(f".{dotted}") or dotted.endswith(f".{name}")]
+        return _flag(alike[0]) + equals if len(alike) == 1 else match[0]
+
+    try:
+        yield
+    except UserError as error:
+        text = str(error)
+        other = found.start() if (found := _OTHER.search(text)) else len(text)
+        error.args = (_TOLD.sub(name, text[:other]) + text[other:],)
+        raise
 
 
 def _pass_on(
