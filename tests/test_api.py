@@ -6,6 +6,7 @@ import ast
 import json
 import linecache
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -273,7 +274,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "no question": (
         lambda f, t: whet.rl(f, [{"q": "x", "a": "1"}], out=t),
-        r"rows: no column is a question; name it with prompt=... \(there are: q, a\)",
+        r"rows: no column is a question; name it with prompt=..., and that of the answer with answer=... \(there",
     ),
     "two questions": (
         lambda f, t: whet.rl(f, [{"question": "x", "problem": "y"}], out=t),
@@ -290,6 +291,15 @@ BAD: dict[str, tuple[Any, str]] = {
     "nothing to score": (lambda f, t: whet.load(f).logprobs("2+2=", ""), "completion is empty"),
     "neither": (lambda f, t: whet.dpo(f, out=t), "either pairs or a task"),
     "a budget": (lambda f, t: whet.quantize(f, ROWS, out=t, budget="lots"), "budget"),
+    "another library's rate": (
+        lambda f, t: whet.rl(f, ROWS, out=t, learning_rate=1e-4),
+        r"has no field 'learning_rate'; did you mean 'lr'\?",
+    ),
+    "a number for a group": (
+        lambda f, t: whet.sft(f, ROWS, out=t, lora=8),
+        r"lora = 8: expected a dict of its fields, as in lora={'rank': \.\.\.}",
+    ),
+    "a temperature": (lambda f, t: whet.load(f).sample(["2+2="], temperature=-1.0), "temperature = -1"),
     "a kind of export": (lambda f, t: whet.export(f, out=t, to="onnx"), "'onnx'"),
     "no adapter": (lambda f, t: whet.export(f, out=t, to="merged"), "no adapter to merge"),
     "one adapter": (lambda f, t: whet.merge([f], out=t), "expected two or more"),
@@ -300,7 +310,7 @@ BAD: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_mistakes_are_told_in_one_line(name: str, folder: Path, tmp_path: Path) -> None:
     act, message = BAD[name]
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         act(folder, tmp_path / "run")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
@@ -355,6 +365,35 @@ def test_evaluations_of_different_protocols_do_not_compare(folder: Path) -> None
     one, other = (whet.evaluate(folder, ROWS, num_samples=n, **options) for n in (1, 2))
     with pytest.raises(whet.UserError, match="num_samples"):
         whet.compare(one, other)
+    for shown in (
+        whet.Task.from_rows(ROWS),
+        one,
+        whet.compare(one, one),
+    ):  # a page each, as dataclasses are shown
+        assert repr(shown).startswith(("whet.Task(", "<whet.Evaluation: ", "<whet.Comparison: "))
+        assert "\n" not in repr(shown)
+        assert len(repr(shown)) < 200 + len(str(folder))
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_what_a_training_prints(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each step once, by the caller or by the program; without `verbose` only what it warns of."""
+    options: dict[str, Any] = {"num_steps": 2, "batch_size": 2}
+
+    def lines() -> list[str]:
+        return capsys.readouterr().out.splitlines()
+
+    whet.sft(folder, ROWS, out=tmp_path / "a", on_step=print, **options)
+    assert [line.split(":")[0] for line in lines() if line.startswith("step ")] == ["step 1/2", "step 2/2"]
+    own = {"on_step": lambda step: print(f"mine {step.step}"), "verbose": False}
+    whet.sft(folder, ROWS, out=tmp_path / "b", **own, **options)
+    told = lines()
+    assert [line for line in told if not line.startswith("warning: ")] == ["mine 1", "mine 2"]
+    assert any("warmup_steps" in line for line in told)
+    for step in whet.rl_steps(folder, ROWS, out=tmp_path / "c", num_steps=1, verbose=False, **SHORT):
+        print(f"mine {step.step}")
+    told = lines()
+    assert [line for line in told if not re.match(r"(whet: )?warning: ", line)] == ["mine 1"]
 
 
 def test_fields_of_a_group_may_be_given_alone() -> None:

@@ -14,17 +14,19 @@ from __future__ import annotations
 import copy
 import hashlib
 import html
+import io
 import json
 import math
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TextIO, TypeVar
 
 import torch
 
@@ -225,9 +227,8 @@ class Policy:
                 f"sample: {len(prompts)} prompts and {len(names)} adapters; expected one for each"
             )
         asked_as = [policy.named(name) for name in names]
-        params = SamplingParams(
-            temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_new_tokens=max_new_tokens
-        )
+        given = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+        params = _made(SamplingParams, given | {"max_new_tokens": max_new_tokens})
         asked = [own.chat_ids(_checked(prompt)) for own, prompt in zip(asked_as, prompts, strict=True)]
         requests = [
             Request(
@@ -618,6 +619,7 @@ def rl(
     on_step: OnStep | None = None,
     on_samples: Callable[[Sequence[Group]], object] | None = None,
     resume: bool = False,
+    verbose: bool = True,
     **options: Any,
 ) -> Run:
     """Improve a policy by reinforcement learning with verifiable rewards.
@@ -634,6 +636,7 @@ def rl(
         on_samples: Called after each step with the groups that it trained on: each has its problem, and samples with
             text, reward and advantage.
         resume: Go on from the newest checkpoint of `out`.
+        verbose: Print how far it is; False prints warnings alone.
         options: Other fields of `RLConfig`: `num_prompts=8`, `group_size=8`, `max_new_tokens=256`, `lr=1e-6`, or whole
             groups of fields, `optim={"precision": "bfloat16_master"}`.
 
@@ -645,8 +648,9 @@ def rl(
         SystemExit: After SIGTERM or SIGHUP, when the last whole step is saved.
     """
     config = _rl_config(policy, task, out, rewards, algo, num_steps, options)
+    calls = [_heard(call, verbose) for call in (on_step, on_samples)]
     return _trained(
-        config, lambda: _each(rl_program.steps(config, resume=resume), on_step, on_samples), on_step
+        config, lambda: _each(rl_program.steps(config, resume=resume), *calls), on_step, verbose=verbose
     )
 
 
@@ -659,17 +663,27 @@ def rl_steps(
     algo: str | AlgoConfig = "grpo",
     num_steps: int = 100,
     resume: bool = False,
+    verbose: bool = True,
     **options: Any,
 ) -> Iterator[TrainStep]:
     """Do what `rl` does, for a loop of your own: yield each step when it is over; leaving the loop ends the run."""
     config = _rl_config(policy, task, out, rewards, algo, num_steps, options)
+    running = rl_program.steps(config, resume=resume)
     try:
-        with _python_words():
-            yield from rl_program.steps(config, resume=resume)
+        while True:
+            with _python_words(), _printing(verbose):
+                step = next(running, None)
+            if step is None:
+                break
+            yield step
     except Stopped as stopped:  # asked to by a signal: the last step is saved
         _go_on_after(stopped)
         return
-    finish(config)
+    finally:
+        with _printing(verbose):
+            running.close()
+    with _printing(verbose):
+        finish(config)
 
 
 def sft(
@@ -680,12 +694,16 @@ def sft(
     num_steps: int = 100,
     on_step: OnStep | None = None,
     resume: bool = False,
+    verbose: bool = True,
     **options: Any,
 ) -> Run:
     """Fine-tune a policy on worked solutions, chats or texts; options are fields of `SFTConfig`, else as for `rl`."""
     given = {"out": str(out), "policy": _policy(policy), "task": _task(task), "num_steps": num_steps}
     config = _made(SFTConfig, given | options)
-    return _trained(config, lambda: sft_program.train(config, resume=resume, on_step=on_step), on_step)
+    call = _heard(on_step, verbose)
+    return _trained(
+        config, lambda: sft_program.train(config, resume=resume, on_step=call), on_step, verbose=verbose
+    )
 
 
 def dpo(
@@ -697,6 +715,7 @@ def dpo(
     num_steps: int = 100,
     on_step: OnStep | None = None,
     resume: bool = False,
+    verbose: bool = True,
     **options: Any,
 ) -> Run:
     """Train a policy to prefer: on pairs of your own, or on right and wrong completions that it samples of a task.
@@ -710,6 +729,7 @@ def dpo(
         num_steps: Optimizer steps.
         on_step: Called after each step.
         resume: Go on from the newest checkpoint of `out`.
+        verbose: Print how far it is; False prints warnings alone.
         options: Other fields of `DPOConfig`.
     """
     if (pairs is None) == (task is None):
@@ -724,7 +744,10 @@ def dpo(
     if task is not None:
         given["task"] = _task(task)
     config = _made(DPOConfig, given | options)
-    return _trained(config, lambda: dpo_program.train(config, resume=resume, on_step=on_step), on_step)
+    call = _heard(on_step, verbose)
+    return _trained(
+        config, lambda: dpo_program.train(config, resume=resume, on_step=call), on_step, verbose=verbose
+    )
 
 
 def rft(
@@ -734,11 +757,15 @@ def rft(
     out: str | Path,
     on_step: OnStep | None = None,
     resume: bool = False,
+    verbose: bool = True,
     **options: Any,
 ) -> Run:
     """Fine-tune a policy on its own right completions, round by round; options are fields of `RFTConfig`."""
     config = _made(RFTConfig, {"out": str(out), "policy": _policy(policy), "task": _task(task)} | options)
-    return _trained(config, lambda: rft_program.train(config, resume=resume, on_step=on_step), on_step)
+    call = _heard(on_step, verbose)
+    return _trained(
+        config, lambda: rft_program.train(config, resume=resume, on_step=call), on_step, verbose=verbose
+    )
 
 
 def quantize(
@@ -1299,17 +1326,60 @@ def _each(
 
 
 def _trained(
-    config: RLConfig | SFTConfig | DPOConfig | RFTConfig, work: Callable[[], object], on_step: OnStep | None
+    config: RLConfig | SFTConfig | DPOConfig | RFTConfig,
+    work: Callable[[], object],
+    on_step: OnStep | None,
+    *,
+    verbose: bool,
 ) -> Run:
     """Do a training, write its report, and return it; one that was asked to stop is kept as far as it is."""
-    try:
-        with _python_words(), steps_told_elsewhere() if on_step is print else nullcontext():
-            work()
-    except Stopped as stopped:
-        _go_on_after(stopped)
-        return Run(Path(config.out), is_complete=False)
-    finish(config)
+    with _printing(verbose):
+        try:
+            with _python_words(), steps_told_elsewhere() if on_step is print else nullcontext():
+                work()
+        except Stopped as stopped:
+            _go_on_after(stopped)
+            return Run(Path(config.out), is_complete=False)
+        finish(config)
     return Run(Path(config.out))
+
+
+class _Warnings(io.TextIOBase):
+    """A stream of text that passes on to another the lines that warn."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._line = stream, ""
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._stream.encoding
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        warnings = [f"{line}\n" for line in lines if re.match(r"(whet: )?warning: ", line)]
+        self._stream.writelines(warnings)
+        return len(text)
+
+
+def _printing(verbose: bool) -> AbstractContextManager[object]:
+    """Let a program print what it does, or only what it warns of."""
+    return nullcontext() if verbose else redirect_stdout(_Warnings(sys.stdout))
+
+
+def _heard(call: Callable[[C], object] | None, verbose: bool) -> Callable[[C], object] | None:
+    """Let a function of the caller's print, whatever the program that calls it may print."""
+    if call is None or verbose:
+        return call
+    out = sys.stdout
+
+    def heard(value: C) -> object:
+        with redirect_stdout(out):
+            return call(value)
+
+    return heard
 
 
 def _go_on_after(stopped: Stopped) -> None:

@@ -128,6 +128,9 @@ def test_a_finished_run(tmp_path, capsys, monkeypatch):
     assert "step 5: over 20% of completions are cut off" in text
     assert "1 warning" in text
     assert "began 2001-09-09 01:46 UTC took 3 min 10 s" in text
+    began = {"start_utc": "2001-09-09T01:46:00+00:00"}  # 50 s before the end of the first step
+    (tmp_path / "run" / "environment.json").write_text(json.dumps(began))
+    assert "took 4 min 0 s" in text_of(page_of(tmp_path / "run"))
     part = data_of(page, "part-0")
     assert {panel["title"] for figure in part["figures"] for panel in figure["panels"]} >= {
         "truncated",
