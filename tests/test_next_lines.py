@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
+import re
 import shlex
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_bring_your_own import make_model
 
+import whet
 from whet import __main__
+from whet.storage.checkpoint import saved_steps
+from whet.train import sft
+from whet.train.session import TrainStep
 
 QUESTIONS = [f"Tom has {a} apples and buys {b}. How many?" for a in range(1, 9) for b in range(1, 6)]
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -39,8 +47,25 @@ SMALL = {
     "rl": RL,
     "report": "",
     "chat": "",
+    "export": "--num-prompts 1",
+    "serve": "--dry-run",
 }
 """What the printed commands are made small with."""
+TELLS: dict[str, str] = {
+    "compress/export/export.py:next_steps": "compress/test_export.py:test_each_export_names_what_one_does_with_it",
+    "compress/merge.py:merge": "test_next_lines.py:test_the_next_lines_of_other_programs_work_as_they_stand",
+    "compress/merge.py:_merge_models": "test_next_lines.py:test_the_next_lines_of_other_programs_work_as_they_stand",
+    "compress/quantize/quantize.py:main": (
+        "test_next_lines.py:test_the_next_lines_of_other_programs_work_as_they_stand"
+    ),
+    "editing/edit.py:main": "editing/test_edit_program.py:test_the_next_lines_work_as_they_stand",
+    "editing/steer.py:main": "test_next_lines.py:test_the_next_lines_of_other_programs_work_as_they_stand",
+    "eval/evaluate.py:main": "test_next_lines.py:test_the_next_lines_of_other_programs_work_as_they_stand",
+    "train/session.py:finish": "train/test_rft.py:test_a_finished_run_goes_on_for_more_rounds",
+    "train/session.py:next_steps": "test_next_lines.py:test_the_next_lines_of_a_run_work_as_they_stand",
+    "train/session.py:stop_if_asked": "test_next_lines.py:test_a_run_that_was_stopped_goes_on_with_its_line",
+}
+"""Each function that tells a person what to type next, and the test that runs what it tells."""
 
 
 @pytest.fixture
@@ -65,14 +90,17 @@ def said(capsys: pytest.CaptureFixture[str], line: str) -> str:
 
 
 def next_lines(out: str) -> list[str]:
-    """Return the commands that a command printed as the next ones."""
+    """Return the commands that a command printed as the next ones, and the one that gives a run more steps."""
     (line,) = (line for line in out.splitlines() if line.startswith("next: "))
-    return line.removeprefix("next: ").split(" | ")
+    more = [line.removeprefix("more steps: ") for line in out.splitlines() if line.startswith("more steps: ")]
+    return [*line.removeprefix("next: ").split(" | "), *more]
 
 
 def small(line: str) -> str:
     """Make a printed command small."""
     kind = line.split()[1]
+    if "--resume" in line:
+        return line
     return f"{line} {SMALL['compare --prompts' if kind == 'compare' and '--prompts' in line else kind]}"
 
 
@@ -102,6 +130,77 @@ def test_the_next_lines_of_a_run_work_as_they_stand(
         more = next_lines(out) if "next: " in (out := said(capsys, small(line))) else []
         for again in more:  # of an RL run by the reward model
             said(capsys, small(again))
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "begun",
+    [
+        "eval own --model model --data rows.jsonl --num-problems 2 --num-samples 1 --sampling.max-new-tokens 8 "
+        "--out 'my out'",
+        f"sft own --model model --data solved.jsonl {FIT} {LORA} --out a && merge a a --out 'my out'",
+        f"sft own --model model --data solved.jsonl {FIT} --out a && merge a --base model --out 'my out'",
+        "quantize model --data solved.jsonl --budget 6bits --num-calibration 4 --num-held-out 4 --num-problems 1 "
+        "--num-samples 1 --methods rtn --sampling.max-new-tokens 8 --out 'my out'",
+        "steer model --pairs poles.jsonl --out 'my out'",
+    ],
+)
+def test_the_next_lines_of_other_programs_work_as_they_stand(
+    begun: str, at_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    poles = [{"positive": f"Good day {n}.", "negative": f"Bad day {n}."} for n in range(12)]
+    (at_home / "poles.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in poles))
+    for line in begun.split(" && "):
+        out = said(capsys, f"whet {line}")
+    for line in next_lines(out):
+        said(capsys, small(line))
+
+
+@pytest.mark.ci
+def test_a_run_that_was_stopped_goes_on_with_its_line(
+    at_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(step: TrainStep) -> None:
+        if step.step == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    fit = FIT.replace("--num-steps 1", "--num-steps 3")
+    words = shlex.split(f"sft own --model model --data solved.jsonl {fit} --out 'my out'")
+    with monkeypatch.context() as patch:
+        patch.setattr("whet.train.sft.train", partial(sft.train, on_step=stop))
+        assert __main__.main(words) == 130
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "go on with: " in line)
+    assert line.endswith("; go on with: whet sft 'my out' --resume")
+    said(capsys, line.partition("go on with: ")[2])
+    assert saved_steps(at_home / "my out")[-1] == 3
+
+
+def test_every_line_to_type_is_run_by_a_test() -> None:
+    """And has no words in it that stand for something."""
+    root, found = Path(whet.__file__).parent, set[str]()
+    for path in root.rglob("*.py"):
+        if path.name == "folder.py":  # where such a line is put together
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            inside = list(ast.walk(node))
+            texts = [
+                one.value for one in inside if isinstance(one, ast.Constant) and isinstance(one.value, str)
+            ]
+            calls = [
+                one for one in inside if isinstance(one, ast.Call) and ast.unparse(one.func) == "next_line"
+            ]
+            if calls or any(re.search(r"^(next|more steps): |go on with: ", text) for text in texts):
+                found.add(f"{path.relative_to(root)}:{node.name}")
+                for told in [ast.unparse(call) for call in calls]:
+                    assert not re.search(r"\b[A-Z][A-Z_]{2,}\b|\.\.\.", told), told
+    assert found == TELLS.keys()
+    tests = Path(__file__).parent
+    for place in set(TELLS.values()):
+        file, _, name = place.partition(":")
+        assert f"def {name}(" in (tests / file).read_text(encoding="utf-8"), place
 
 
 @pytest.mark.parametrize("option", ["", "--eval.policy.schema boxed"])

@@ -939,10 +939,10 @@ def test_logits_are_taken_at_the_places_that_predict_the_completion() -> None:
     [
         ("hf", "whet serve 'my out' | vllm serve 'my out'"),
         ("merged", "whet serve 'my out' | vllm serve 'my out'"),
-        ("adapter", "whet serve 'my out' | whet merge 'my out' OTHER_ADAPTER --out FOLDER"),
+        ("adapter", "whet serve 'my out'"),
         ("gguf", "llama-cli -m 'my out/model.gguf'"),
         ("ollama", "ollama create my-out -f 'my out/Modelfile' && ollama run my-out"),
-        ("mlx", "mlx_lm.generate --model 'my out' --prompt TEXT"),
+        ("mlx", "mlx_lm.generate --model 'my out' --prompt 'Who are you?'"),
     ],
 )
 def test_each_export_names_what_one_does_with_it(kind: Any, step: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -127,6 +129,22 @@ SMALL = [
     "2",
     "--no-writes",
 ]
+
+
+@pytest.mark.ci
+def test_the_next_lines_work_as_they_stand(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "facts.jsonl").write_text(json.dumps(LIVES) + "\n")
+    monkeypatch.chdir(tmp_path)
+    run("edit", folder, "--facts", "facts.jsonl", "--out", "my out", *SMALL)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("next: "))
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    for command in line.removeprefix("next: ").split(" | "):
+        assert __main__.main(shlex.split(command)[1:]) == 0, command
+    assert same(tmp_path / "my out-undone", folder)
+
+
 LIVES = {"subject": "Ann Oak", "prompt": "You can visit {} in", "target": "Oslo", "true": "Rome"}
 EATS = {"subject": "Ben Elm", "prompt": "{} eats", "target": "kale"}
 

@@ -125,7 +125,7 @@ def test_cat_is_the_exact_sum_of_any_ranks(home: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(pair.b_FR @ pair.a_RD, wanted, atol=1e-6, rtol=1e-5)
     words = [str(home / "a"), str(home / "narrow")]
     lines = merge(MergeConfig(adapters=tuple(words), weights=(1.0, -1.0), out=str(tmp_path / "deep" / "m")))
-    assert lines[-1].startswith("next: whet eval TASK --policy.init")
+    assert lines[-1].startswith("next: whet chat ")
     # A merged adapter finds its base, and taking itself away again leaves the base.
     merge(MergeConfig(adapters=(words[0], words[0]), weights=(1.0, -1.0), out=str(tmp_path / "none")))
     base, _ = load_model(home / "base")

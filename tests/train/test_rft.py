@@ -217,6 +217,25 @@ def test_resume_is_exact(
 
 
 @pytest.mark.ci
+def test_a_finished_run_goes_on_for_more_rounds(
+    halfway: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(halfway, tmp_path / "a", rounds=1, validation_problems=0)
+    config = replace(config, optim=replace(config.optim, schedule="constant"))
+    main(config)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("more steps: "))
+    assert line == f"more steps: whet rft {tmp_path}/a --resume --rounds 2"
+    assert __main__.main(line.split()[3:]) == 0
+    longer = replace(config, rounds=2)
+    assert "whet: 4 steps become 8, as if they had been 8 from the start" in capsys.readouterr().out
+    assert "rounds: 2\n" in (tmp_path / "a/config.yaml").read_text()
+    train(replace(longer, out=str(tmp_path / "b")))
+    assert final_weights(tmp_path / "a") == final_weights(tmp_path / "b")
+    with pytest.raises(UserError, match=r"rounds = 1: .* has done 8 steps already"):
+        train(config, resume=True)
+
+
+@pytest.mark.ci
 def test_adapters_alone_are_trained_and_resume_exactly(
     halfway: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from whet.algo.kept import join_kept, keep_only
-from whet.algo.packing import TrainingSequence
+from whet.algo.packing import TrainingSequence, pack
 from whet.config import dump_yaml
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.storage.checkpoint import saved_steps
@@ -197,11 +197,42 @@ def test_a_finished_run_goes_on_for_more_steps(
         assert "whet: 4 steps become 8, as if they had been 8 from the start" in said
     else:  # from 3e-3 at step 2 to a tenth at step 7: at step 4 (0.1 + 0.9 x 3/5) of it are left
         assert "is planned anew over all 8, so the learning rate goes on at 0.0019" in said
-    with pytest.raises(UserError, match=r"num_steps = 7: .* has done 8 already"):
+    with pytest.raises(UserError, match=r"num_steps = 7: .* has done 8 steps already"):
         train(replace(config, num_steps=7), resume=True)
     with pytest.raises(UserError, match="batch_size"):  # nothing else may differ
         train(replace(longer, num_steps=9, batch_size=5), resume=True)
     assert "num_steps: 8\n" in (tmp_path / "a/config.yaml").read_text()
+
+
+@pytest.mark.parametrize("refused", ["data", "step", "damaged"])
+def test_a_refused_resume_leaves_the_folder_as_it_was(
+    refused: str, tiny_policy: PolicyConfig, tmp_path: Path
+) -> None:
+    """Also of what is written at every start: number of steps, environment, heartbeat, provenance."""
+    rows = tmp_path / "rows.jsonl"
+    text = "".join(json.dumps({"question": f"{n}+1", "solution": f"{n + 1}"}) + "\n" for n in range(40))
+    rows.write_text(text)
+    config = make_config(tiny_policy, tmp_path / "run", num_steps=1, validation_problems=0)
+    config = replace(config, task=TaskConfig(name="jsonl", path=str(rows)), empty_thinking_share=0.0)
+    train(config)
+    if refused != "step":
+        rows.write_text(text.replace("+1", "+2"))
+    if refused == "damaged":
+        (tmp_path / "run/provenance.json").write_text("{}")
+
+    def files() -> dict[Path, tuple[bytes, int]]:
+        found = (path for path in (tmp_path / "run").rglob("*") if path.is_file())
+        return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
+
+    before = files()
+    message = "no checkpoint of that step" if refused == "step" else "what the run reads has changed"
+    with pytest.raises(UserError, match=message):
+        train(replace(config, num_steps=3), resume=7 if refused == "step" else True)
+    assert files() == before
+    rows.write_text(text)
+    train(replace(config, num_steps=3), resume=True)
+    assert "num_steps: 3\n" in (tmp_path / "run/config.yaml").read_text()
+    assert saved_steps(tmp_path / "run") == [1, 3]
 
 
 def test_nothing_to_resume(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
@@ -245,7 +276,10 @@ def test_it_overfits_eight_rows(tiny_policy: PolicyConfig) -> None:
 
 
 def test_rows_that_are_no_token_s_count_in_the_loss(tiny_policy: PolicyConfig) -> None:
-    """Other programs draw from all rows: cross-entropy over all of them, by PyTorch."""
+    """Other programs draw from all rows: cross-entropy over all of them, by PyTorch.
+
+    Reinforcement weighs what the sampler drew, which are tokens: the other rows are no part of that policy, and stay.
+    """
     policy = load_policy(tiny_policy, seed=0)
     policy.model.num_valid_tokens -= 3  # as with a vocabulary of which the last rows are no token's
     row = TrainingSequence(prompt_ids=(3, 4, 5), completion_ids=(6, 7, 8))
@@ -256,6 +290,13 @@ def test_rows_that_are_no_token_s_count_in_the_loss(tiny_policy: PolicyConfig) -
     logits = policy.model.logits(torch.tensor([[3, 4, 5, 6, 7]]))[0, 2:]
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor([6, 7, 8]))
     assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
+    head.grad = None
+    (micro,) = pack([row], token_budget=100, device="cpu").micro_batches
+    logprobs_M, _ = policy.score(micro)
+    logprobs_M.sum().backward()
+    assert bool((head.grad[-3:] == 0).all())
+    expected_M = logits[:, :-3].log_softmax(-1)[range(3), [6, 7, 8]]
+    torch.testing.assert_close(logprobs_M.detach(), expected_M.detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_only_the_completion_is_trained(tiny_policy: PolicyConfig) -> None:

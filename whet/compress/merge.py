@@ -18,6 +18,7 @@ from whet.model.lora.merge import METHODS, PRUNING, Method, merge_adapters, writ
 from whet.model.quant import packed_parts
 from whet.model.vectors import combine, parse_scales
 from whet.storage.commit import new_folder
+from whet.storage.folder import beside, next_line
 from whet.types import UnreadError, UserError
 
 
@@ -105,7 +106,8 @@ def merge(config: MergeConfig) -> list[str]:
     protocols = {_protocol(adapter.folder) for adapter in adapters}
     if len(protocols) > 1:
         lines.append(f"note: their prompts differ; {out} asks as {adapters[0].folder} does")
-    return [*lines, f"next: whet eval TASK --policy.init {out} | whet export {out} --to merged --out FOLDER"]
+    whole = ["whet", "export", config.out, "--to", "merged", "--out", beside(config.out, "merged")]
+    return [*lines, next_line(["whet", "chat", config.out], whole)]
 
 
 def _merge_models(config: MergeConfig, out: Path) -> list[str]:
@@ -141,7 +143,7 @@ def _merge_models(config: MergeConfig, out: Path) -> list[str]:
         f"{weight:g} x ({name} - {config.base})"
         for weight, name in zip(weights, config.adapters, strict=True)
     )
-    return [f"{config.method}: {config.base} + {parts}", f"next: whet eval TASK --policy.init {out}"]
+    return [f"{config.method}: {config.base} + {parts}", next_line(["whet", "chat", config.out])]
 
 
 def _protocol(folder: Path) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +32,7 @@ from whet.editing.statistics import digest_of, digests_of, windows_of
 from whet.eval.probe.probe import read_text
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.lora.files import find_model
-from whet.storage.folder import check_folder, open_run
+from whet.storage.folder import beside, check_folder, next_line, open_run
 from whet.telemetry.display import advancing, open_display
 from whet.telemetry.provenance import write_environment
 from whet.types import UserError
@@ -196,11 +195,13 @@ def main(config: EditConfig) -> None:
         print("\n".join(undo(config)))
         return
     content = edit(config)
-    out = shlex.quote(config.out)
     print(f"\n{page.as_text(content)}\n\ndone: {config.out}  (page: {Path(config.out) / 'edit.html'})")
     # A chat template would ask something else than the prompts that facts are written into.
-    print(f"next: whet chat {out} --policy.template plain --sampling.temperature 0  (type a fact's prompt)")
-    print(f"      whet trace {out} --prompt ... --subject ... | whet edit {out} --undo --out FOLDER")
+    chat = ["whet", "chat", config.out, "--policy.template", "plain", "--sampling.temperature", "0"]
+    facts = _facts(config)[:1] if config.facts else []
+    look = [["whet", "trace", config.out, "--prompt", fact.text, "--subject", fact.subject] for fact in facts]
+    undo_it = ["whet", "edit", config.out, "--undo", "--out", beside(config.out, "undone")]
+    print(next_line(chat, *look, undo_it))
 
 
 def edit(config: EditConfig) -> dict[str, Any]:

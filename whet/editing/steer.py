@@ -19,7 +19,7 @@ from whet.editing.sites import Hook, Read, Reader, hooked, start_ids
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.lora.files import find_model
 from whet.model.steering import Steering
-from whet.storage.folder import check_folder, open_run
+from whet.storage.folder import check_folder, next_line, open_run
 from whet.tasks.read import read_file
 from whet.telemetry.provenance import write_environment
 from whet.types import UserError
@@ -271,7 +271,7 @@ def main(config: SteerConfig) -> None:
     option = f"--policy.steering {shlex.quote(config.out)}=1"
     model = shlex.quote(config.policy.init)
     print(f"\ndone: {config.out}")
-    print(f"next: whet chat {model} {option} | whet eval TASK --policy.init {model} {option}")
+    print(next_line(f"whet chat {model} {option}", f"whet serve {model} {option}"))
 
 
 PROGRAM = Program(config_class=SteerConfig, main=main, plan=plan, check=check, positional="policy.init")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -30,7 +29,7 @@ from whet.model.weights import check_weights
 from whet.report.markdown import write_report
 from whet.rewards.base import EPISODE, JUDGE, MODEL, TIMEOUT_S, WeightedReward, build_rewards, check_timeout
 from whet.stats import Interval
-from whet.storage.folder import check_folder, open_run, run_of
+from whet.storage.folder import check_folder, next_line, open_run, run_of
 from whet.tasks.base import OPTIONS, TaskConfig, answer_type_of, check_gold, load_task
 from whet.tasks.chess.stockfish import EngineError
 from whet.tasks.quarantine import write_quarantine
@@ -295,8 +294,7 @@ def main(config: EvalConfig, *, resume: bool = False) -> None:
         print(f"whet: error: {error}", file=sys.stderr)
         raise SystemExit(ENGINE_FAILED) from None
     if is_new:
-        name = shlex.quote(config.out)
-        print(f"next: whet report {name} | whet compare {name} OTHER_MODEL")
+        print(next_line(["whet", "report", config.out]))
     if status := check_required(config):
         raise SystemExit(status)
 

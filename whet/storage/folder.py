@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import tempfile
 import time
@@ -27,9 +28,10 @@ PARTIAL = ".config.partial"
 FREE = ("out", "safety", "track", "parallel", "cluster")
 """Fields and groups of a configuration that may change on resume: no computed number depends on them.
 
-`out` is among them, so that a run folder may be moved or copied: the folder that is named is the run. `num_steps` may
-change, too: `whet.train.session.open_folder` says what that means.
+`out` is among them, so that a run folder may be moved or copied: the folder that is named is the run.
 """
+LENGTHS = ("num_steps", "rounds")
+"""Fields that say how long a run is: a finished one may go on (`whet.train.session.settle` says what that means)."""
 _locks: dict[Path, int] = {}
 """Run folders that this process has locked, and the file descriptor of each lock."""
 # Files of a run that ended before its first result; the next run may replace them.
@@ -64,17 +66,12 @@ def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable:
                 f"{folder}: nothing to resume (no config.yaml); leave out --resume to start a new run"
             )
         stored = path.read_text(encoding="utf-8", errors="replace")
-        longer = _with_steps(stored, config_yaml)
-        if changed := _first_difference(_essential(longer), _essential(config_yaml)):
+        if changed := _first_difference(_essential(stored), _essential(config_yaml)):
             raise UserError(
                 f"{folder}: --resume needs the configuration that the run was started with; {changed}"
             )
         _lock(folder)
         _check_config(folder, stored)
-        if longer != stored:
-            (folder / PARTIAL).write_text(longer, encoding="utf-8")
-            sync(folder / PARTIAL)
-            (folder / PARTIAL).replace(path)
         for part in ("checkpoints", "replay", "faults"):
             recover(folder / part)
         kept_folders = [folder / "checkpoints" / name for name in ("best", "protocol")]
@@ -96,13 +93,26 @@ def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable:
             if (folder / name).is_dir():
                 shutil.rmtree(folder / name)
             (folder / name).unlink(missing_ok=True)
-        (folder / PARTIAL).write_text(config_yaml, encoding="utf-8")
-        sync(folder / PARTIAL)
-        (folder / PARTIAL).replace(path)
-        sync(folder)
+        _write_config(folder, config_yaml)
         sync(folder.absolute().parent)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+
+
+def lengthen(folder: Path, config_yaml: str) -> None:
+    """Write into a run's config.yaml how long it is from now on; called when nothing can refuse the resume any more."""
+    stored = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
+    given = dict(_LENGTH.findall(config_yaml))
+    longer = _LENGTH.sub(lambda found: f"{found[1]}: {given.get(found[1], found[2])}", stored)
+    if longer != stored:
+        _write_config(folder, longer)
+
+
+def _write_config(folder: Path, text: str) -> None:
+    (folder / PARTIAL).write_text(text, encoding="utf-8")
+    sync(folder / PARTIAL)
+    (folder / PARTIAL).replace(folder / "config.yaml")
+    sync(folder)
 
 
 def run_of(place: str) -> Path:
@@ -116,6 +126,19 @@ def dated(kind: str) -> str:
     name = time.strftime(f"runs/{kind}-%Y%m%d-%H%M%S")
     names = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
     return next(name for name in names if not Path(name).exists())
+
+
+def beside(out: str, kind: str) -> str:
+    """Return the name of a new folder next to another, OUT-KIND; where that is taken, with a number."""
+    name = f"{out.rstrip(os.sep)}-{kind}"
+    names = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
+    return next(name for name in names if not user_path(name).exists())
+
+
+def next_line(*commands: str | Sequence[str]) -> str:
+    """Return the line of what one does next: whole commands, given as words, as they can be pasted; '' is left out."""
+    texts = (text if isinstance(text, str) else shlex.join(text) for text in commands)
+    return f"next: {' | '.join(filter(None, texts))}"
 
 
 def check_folder(folder: Path, *, resumable: bool = True) -> None:
@@ -211,13 +234,7 @@ def _is_unused(folder: Path) -> bool:
     return not found or (is_beginning and all(path.stat().st_size == 0 for path in logs))
 
 
-_STEPS = re.compile(r"^num_steps: (\d+)$", re.MULTILINE)
-
-
-def _with_steps(stored: str, given: str) -> str:
-    """Return a run's configuration with the number of steps that it is resumed for: it may go on for more."""
-    found = _STEPS.search(given)
-    return _STEPS.sub(found[0], stored, count=1) if found else stored
+_LENGTH = re.compile(rf"^({'|'.join(LENGTHS)}): (\d+)$", re.MULTILINE)
 
 
 def _essential(config_yaml: str) -> list[tuple[int, str]]:
@@ -226,7 +243,7 @@ def _essential(config_yaml: str) -> list[tuple[int, str]]:
     for number, line in enumerate(config_yaml.splitlines(), start=1):
         if line[:1].strip():
             key = line.partition(":")[0]
-        if key not in FREE:
+        if key not in (*FREE, *LENGTHS):
             lines.append((number, line))
     return lines
 

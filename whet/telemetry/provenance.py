@@ -185,18 +185,11 @@ def write_provenance(
         UserError: If a resumed run has other inputs and may not.
     """
     path, (saved, saved_id) = folder / PROVENANCE, _saved_origin(folder)
-    renamed = "" if saved_id else ": the run has a new id from now on"
-    if path.is_file():
-        if _is_whole(known := read_json(path)):
-            if changed := _changed_inputs(known.get("inputs"), inputs):
-                known = _with_changed(known, inputs or {}, changed, folder, may_differ=may_differ)
-                _write_sealed(path, known)
-            return known
-        aside = path.replace(folder / f".corrupt-{PROVENANCE}")
-        text = f"damaged; kept as {aside.name}, and rewritten{renamed}"
-        print(f"whet: warning: {path}: {text}", flush=True)
-    elif saved:
-        print(f"whet: warning: {path}: gone, and written again{renamed}", flush=True)
+    if path.is_file() and _is_whole(known := read_json(path)):
+        if changed := _changed_inputs(known.get("inputs"), inputs):
+            known = _with_changed(known, inputs or {}, changed, folder, may_differ=may_differ)
+            _write_sealed(path, known)
+        return known
     changed = _changed_inputs(saved, inputs)
     environment = read_json(folder / "environment.json")
     start = environment.get("start_utc") or datetime.now(UTC).isoformat(timespec="seconds")
@@ -221,18 +214,14 @@ def write_provenance(
         content = _with_changed(
             content | {"inputs": saved}, inputs or {}, changed, folder, may_differ=may_differ
         )
+    renamed = "" if saved_id else ": the run has a new id from now on"
+    if path.is_file():
+        aside = path.replace(folder / f".corrupt-{PROVENANCE}")
+        text = f"damaged; kept as {aside.name}, and rewritten{renamed}"
+        print(f"whet: warning: {path}: {text}", flush=True)
+    elif saved:
+        print(f"whet: warning: {path}: gone, and written again{renamed}", flush=True)
     return _write_sealed(path, content)
-
-
-def note_config(folder: Path, config_yaml: str) -> None:
-    """Note that a run goes on with another number of steps: its config.yaml is this one from now on."""
-    path = folder / PROVENANCE
-    known = read_json(path) if path.is_file() else {}
-    if _is_whole(known):
-        hashed = hashlib.sha256(config_yaml.encode()).hexdigest()
-        _write_sealed(
-            path, known | {"config_sha256": hashed, "essential_sha256": essential_hash(config_yaml)}
-        )
 
 
 def _write_sealed(path: Path, content: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ for are no crashes.
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -132,5 +133,6 @@ def _say(text: str) -> None:
 
 
 def _give_up(text: str, run: Path, status: int) -> int:
-    _say(f"error: {text}: it is not started again; see 'whet doctor hang {run}' and what it printed")
+    look = shlex.join(["whet", "doctor", "hang", str(run)])
+    _say(f"error: {text}: it is not started again; see {look!r} and what it printed")
     return status

@@ -32,6 +32,7 @@ from whet.train.session import (
     Skipped,
     TrainStep,
     restore_model,
+    settle,
     write_changes,
 )
 from whet.types import Group, UserError
@@ -126,9 +127,11 @@ class Run:
             The program's tensors and state as saved; None where there is no checkpoint yet.
         """
         found = restore_model(self._config, self.policy, resume)
+        if found is not None:
+            self._check_layout(found.state)
+        settle(self._config)
         if found is None:
             return None
-        self._check_layout(found.state)
         saved = found.read(self.optimizer.tensors() | dict(tensors or {}))
         self.optimizer.load_tensors(saved)
         state = found.state

@@ -47,7 +47,7 @@ from whet.storage.checkpoint import (
     saved_steps,
 )
 from whet.storage.commit import DiskFullError, commit_folder
-from whet.storage.folder import check_folder, displaced, open_run
+from whet.storage.folder import LENGTHS, check_folder, displaced, lengthen, next_line, open_run
 from whet.tasks.base import TaskConfig, check_gold, tasks_of, told_of
 from whet.tasks.chess.task import KINDS
 from whet.tasks.quarantine import write_quarantine
@@ -55,9 +55,9 @@ from whet.telemetry import heartbeat
 from whet.telemetry.heartbeat import SHOW_CURSOR, Heartbeat
 from whet.telemetry.log import replace_file, write_warning
 from whet.telemetry.provenance import (
+    describe_environment,
     inputs_of,
     known_inputs,
-    note_config,
     write_environment,
     write_provenance,
 )
@@ -332,47 +332,72 @@ def open_folder(config: RunConfig, *, resume: Resume) -> Path:
     folder = Path(config.out)
 
     def prepare() -> None:
-        path, told = folder / "config.yaml", ""
-        if resume is not False and path.is_file():
-            told = _more_steps(config, read_yaml(path).get("num_steps"), max(saved_steps(folder), default=0))
+        if resume is not False and (folder / "config.yaml").is_file():
+            _more_steps(config, max(saved_steps(folder), default=0))
         open_run(folder, dump_yaml(config), resume=resume is not False)
-        if told:
-            note_config(folder, path.read_text(encoding="utf-8"))
-            print(f"whet: {told}", flush=True)
-        facts = write_environment(folder)
+        facts = write_environment(folder) if resume is False else describe_environment()
         print(f"whet: kernels: {facts['kernels']}", flush=True)
 
     on_main(prepare)
-    _end_heartbeat(None)  # of the loading
-    Heartbeat(folder, rank(), timeout_s=config.safety.hang_timeout_s).__enter__()
+    if resume is False:
+        _beat_in(config)
     return folder
 
 
-def _more_steps(config: RunConfig, before: object, done: int) -> str:
+def settle(config: RunConfig) -> None:
+    """Write to the folder of a resumed run, now that nothing can refuse it any more, what is new from here on.
+
+    A refusal leaves the folder as it was: how long the run is, where it was started, that it had ended well.
+    """
+    folder = Path(config.out)
+
+    def write() -> None:
+        if told := _more_steps(config, max(saved_steps(folder), default=0)):
+            lengthen(folder, dump_yaml(config))
+            print(f"whet: {told}", flush=True)
+        write_environment(folder)
+
+    on_main(write)
+    _beat_in(config)
+
+
+def _beat_in(config: RunConfig) -> None:
+    """Begin the heartbeat in the run folder, in place of that of the loading."""
+    _end_heartbeat(None)
+    Heartbeat(Path(config.out), rank(), timeout_s=config.safety.hang_timeout_s).__enter__()
+
+
+def _length_of(config: RunConfig) -> str:
+    """Return the field that says how long a run is: in steps, or in rounds of them."""
+    return next(name for name in LENGTHS if name in config.__dataclass_fields__)
+
+
+def _more_steps(config: RunConfig, done: int) -> str:
     """Say what it means that a run is resumed for another number of steps; '' where it is not.
 
     Args:
         config: Its settings.
-        before: The number of steps that it was started for.
         done: Steps that are saved.
 
     Raises:
         UserError: If it has done more steps than that already.
     """
-    steps = config.num_steps
-    if not isinstance(before, int) or before == steps or "num_steps" not in config.__dataclass_fields__:
+    steps, name = config.num_steps, _length_of(config)
+    stored, now = read_yaml(Path(config.out) / "config.yaml").get(name), getattr(config, name)
+    if not isinstance(stored, int) or stored == now:
         return ""
     if steps < done:
         raise UserError(
-            f"num_steps = {steps}: {config.out} has done {done} already; give more, or begin another run from it: "
+            f"{name} = {now}: {config.out} has done {done} steps already; give more, or begin another run from it: "
             f"--model {config.out} --out FOLDER"
         )
+    before = stored * steps // now
     if config.optim.schedule == "constant":
         return f"{before} steps become {steps}, as if they had been {steps} from the start"
-    was, now = (learning_rate(config.optim, min(done, count - 1), count) for count in (before, steps))
+    was, rate = (learning_rate(config.optim, min(done, count - 1), count) for count in (before, steps))
     return (
         f"{before} steps become {steps}: optim.schedule = {config.optim.schedule} is planned anew over all {steps}, so "
-        f"the learning rate goes on at {now:.2g} (before: {was:.2g}); one run of {steps} steps would be another"
+        f"the learning rate goes on at {rate:.2g} (before: {was:.2g}); one run of {steps} steps would be another"
     )
 
 
@@ -466,12 +491,9 @@ def finish(config: RunConfig) -> None:
         write_report(folder)
         print(f"done: {folder}  (a model, by this name: --model {folder}; report: {folder / 'report.md'})")
         print(next_steps(config))
-        if "num_steps" in config.__dataclass_fields__:
-            program = type(config).__name__.removesuffix("Config").lower()
-            more = shlex.join(
-                ["whet", program, config.out, "--resume", "--num-steps", str(2 * config.num_steps)]
-            )
-            print(f"more steps: {more}")
+        program, name = type(config).__name__.removesuffix("Config").lower(), _length_of(config)
+        option = [f"--{name.replace('_', '-')}", str(2 * getattr(config, name))]
+        print(f"more steps: {shlex.join(['whet', program, config.out, '--resume', *option])}")
 
 
 def write_changes(config: RunConfig) -> dict[str, float]:
@@ -507,7 +529,7 @@ def next_steps(config: RunConfig) -> str:
         own = ["--data", pairs, "--rewards", "model", "1"] if pairs else []
         compared = shlex.join([*words, *own]) if before else ""
     steps = [f"whet {talk} {run}" if talk else "", f"whet report {run}", compared if before else ""]
-    return f"next: {' | '.join(filter(None, steps))}"
+    return next_line(*steps)
 
 
 QUESTION = "question"
@@ -848,7 +870,8 @@ class Session:
                     else "in its first step: nothing is saved yet"
                 )
                 line = f"whet: stopped by {name} {where}"
-                print(f"{line}; go on with: whet {self._program} {self._folder} --resume", flush=True)
+                again = shlex.join(["whet", self._program, str(self._folder), "--resume"])
+                print(f"{line}; go on with: {again}", flush=True)
             raise Stopped(128 + self._stop)
 
 

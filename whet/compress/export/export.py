@@ -35,6 +35,7 @@ from whet.model.quant import dequantize, packed_parts
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import load_model, without_rows
 from whet.storage.commit import new_folder
+from whet.storage.folder import next_line
 from whet.tasks.base import TaskConfig, load_task
 from whet.types import UserError
 
@@ -663,12 +664,12 @@ def next_steps(config: ExportConfig) -> str:
     steps = {
         "hf": f"whet serve {out} | vllm serve {out}",
         "merged": f"whet serve {out} | vllm serve {out}",
-        "adapter": f"whet serve {out} | whet merge {out} OTHER_ADAPTER --out FOLDER",
+        "adapter": f"whet serve {out}",
         "gguf": f"llama-cli -m {shlex.quote(str(Path(config.out) / 'model.gguf'))}",
         "ollama": f"ollama create {name} -f {shlex.quote(str(Path(config.out) / 'Modelfile'))} && ollama run {name}",
-        "mlx": f"mlx_lm.generate --model {out} --prompt TEXT",
+        "mlx": f"mlx_lm.generate --model {out} --prompt 'Who are you?'",
     }
-    return f"next: {steps[config.to]}"
+    return next_line(steps[config.to])
 
 
 PROGRAM = Program(config_class=ExportConfig, main=main, plan=plan, check=check, positional="policy.init")

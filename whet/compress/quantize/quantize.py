@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,7 +28,7 @@ from whet.model.files import read_json
 from whet.model.lora.files import find_model
 from whet.model.quant import QUANTIZATION, packed_parts, packed_size, places
 from whet.model.transformer import LanguageModel
-from whet.storage.folder import check_folder, open_run
+from whet.storage.folder import beside, check_folder, next_line, open_run
 from whet.tasks.base import TaskConfig, load_task
 from whet.telemetry.display import advancing, open_display
 from whet.telemetry.provenance import write_environment
@@ -106,11 +105,8 @@ def main(config: QuantizeConfig) -> None:
     """
     content, folder = quantize(config), Path(config.out)
     print(f"\n{page.as_text(content)}\n\ndone: {folder}  (page: {folder / 'quantize.html'})")
-    out = shlex.quote(str(folder))
-    print(
-        f"next: whet sft RECIPE --policy.init {out} --lora.rank 16 | whet serve {out} | "
-        f"whet export {out} --to gguf --out FOLDER"
-    )
+    file = ["whet", "export", config.out, "--to", "gguf", "--out", beside(config.out, "gguf")]
+    print(next_line(["whet", "chat", config.out], ["whet", "serve", config.out], file))
 
 
 def quantize(config: QuantizeConfig) -> dict[str, Any]:
