@@ -151,8 +151,7 @@ def test_the_next_lines_of_other_programs_work_as_they_stand(
 ) -> None:
     poles = [{"positive": f"Good day {n}.", "negative": f"Bad day {n}."} for n in range(12)]
     (at_home / "poles.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in poles))
-    for line in begun.split(" && "):
-        out = said(capsys, f"whet {line}")
+    *_, out = [said(capsys, f"whet {line}") for line in begun.split(" && ")]
     for line in next_lines(out):
         said(capsys, small(line))
 

@@ -648,9 +648,9 @@ def rl(
         SystemExit: After SIGTERM or SIGHUP, when the last whole step is saved.
     """
     config = _rl_config(policy, task, out, rewards, algo, num_steps, options)
-    calls = [_heard(call, verbose) for call in (on_step, on_samples)]
+    tell, show = _heard(on_step, verbose), _heard(on_samples, verbose)
     return _trained(
-        config, lambda: _each(rl_program.steps(config, resume=resume), *calls), on_step, verbose=verbose
+        config, lambda: _each(rl_program.steps(config, resume=resume), tell, show), on_step, verbose=verbose
     )
 
 

@@ -109,7 +109,8 @@ def test_forms(
         (
             {"Frage": "p", "Antwort": "a"},
             {},
-            "name it with --task.prompt, and that of the answer with --task.answer (there are: Frage, Antwort)",
+            "no column is a question; name it with --task.prompt, and that of the answer with --task.answer "
+            "(there are: Frage, Antwort)",
         ),
         (
             {"prompt": "p", "solution": "4"},

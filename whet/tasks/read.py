@@ -12,7 +12,6 @@ import math
 import re
 import sys
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -442,7 +441,7 @@ def select_files(
     return problems if split == "test" else select_split(problems, split, dev_percent=percent)
 
 
-def division(source: str, problems: Iterable[Problem], percent: float) -> str:
+def division(source: str, problems: Sequence[Problem], percent: float) -> str:
     """Return a line about how many rows of one file are kept from training.
 
     Args:
@@ -450,13 +449,15 @@ def division(source: str, problems: Iterable[Problem], percent: float) -> str:
         problems: All of its problems.
         percent: Share of 'dev', and of 'test'.
     """
-    uids = (problem.meta.get("prompt_uid", problem.uid) for problem in problems)
-    counts = Counter(split_of(uid, dev_percent=percent, test_percent=percent) for uid in uids)
-    few = "too few to show a difference; " if counts["test"] < FEW_HELD_OUT else ""
+    dev, test = (
+        len(select_split(problems, split, dev_percent=percent, test_percent=percent))
+        for split in ("dev", "test")
+    )
+    few = "too few to show a difference; " if test < FEW_HELD_OUT else ""
     more = "" if percent >= HOLDS_MORE else f" ({few}--task.held-out {HOLDS_MORE / 100:g} holds out more)"
     return (
-        f"{source}: {counts['train']:,} of {counts.total():,} rows are trained on, {counts['dev']:,} held out for "
-        f"validation, {counts['test']:,} for testing{more}"
+        f"{source}: {len(problems) - dev - test:,} of {len(problems):,} rows are trained on, {dev:,} held out for "
+        f"validation, {test:,} for testing{more}"
     )
 
 

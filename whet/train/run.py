@@ -336,6 +336,8 @@ class Run:
         training: Held | None = None
         if is_due:
             training, self._saved = self._training(held), self.step
+        if is_best or is_due:
+            self.display.begin("save")
         self.session.save(self.step, is_best=is_best, training=training)
         self._recorder.is_due |= is_due
 

@@ -489,7 +489,8 @@ def finish(config: RunConfig) -> None:
     folder = Path(config.out)
     if rank() == 0:
         write_report(folder)
-        print(f"done: {folder}  (a model, by this name: --model {folder}; report: {folder / 'report.md'})")
+        model, report = shlex.quote(config.out), folder / "report.md"
+        print(f"done: {folder}  (a model, by this name: --model {model}; report: {report})")
         print(next_steps(config))
         program, name = type(config).__name__.removesuffix("Config").lower(), _length_of(config)
         option = [f"--{name.replace('_', '-')}", str(2 * getattr(config, name))]
