@@ -375,6 +375,7 @@ def test_evaluations_of_different_protocols_do_not_compare(folder: Path) -> None
         assert len(repr(shown)) < 200 + len(str(folder))
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("no_figures")
 def test_what_a_training_prints(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each step once, by the caller or by the program; without `verbose` only what it warns of."""
