@@ -365,7 +365,7 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
         passes=program.passes,
         find_run=_find_run,
     )
-    with cli.as_typed(program.config_class, parsed.spelt):
+    with cli.as_typed([program.config_class, *program.passes.values()], parsed.spelt):
         return _perform(name, argv, program, parsed)
 
 

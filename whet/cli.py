@@ -294,7 +294,7 @@ def parse(
                 else expected(leaves(config_class)[item.name])
             )
             raise UserError(f"'{program}' needs {_flag(item.name)}: {example}")
-    with as_typed(config_class, spelt):
+    with as_typed(programs, spelt):
         _name_runs(config_class, data, find_run)
         config = _built(command, config_class, data, typed)
     return Parsed(
@@ -372,17 +372,17 @@ _OTHER = re.compile(r"(?<=.)\bwhet [a-z]+ ")
 
 
 @contextmanager
-def as_typed(cls: type[Any], spelt: Mapping[str, str]) -> Iterator[None]:
+def as_typed(programs: Sequence[type[Any]], spelt: Mapping[str, str]) -> Iterator[None]:
     """Let errors name options as the program has them, and as the user typed them.
 
     Code below the programs names a field by its own group: `--task.path`, which is `--data` where the user typed that,
     and `--eval.task.path` of a program that keeps its task there.
 
     Args:
-        cls: The program's config.
+        programs: The program's config, and those of programs whose options are its own, too.
         spelt: Field -> the short option that the user typed for it.
     """
-    known = leaves(cls) | groups(cls)
+    known = {name for cls in programs for name in leaves(cls) | groups(cls)}
 
     def name(match: re.Match[str]) -> str:
         dashes, dotted, equals = match[1], match[2].replace("-", "_"), match[3] or ""
@@ -390,7 +390,7 @@ def as_typed(cls: type[Any], spelt: Mapping[str, str]) -> Iterator[None]:
             return spelt[dotted] + (" " if equals else "")
         if not dashes or "." not in dotted or dotted in known:
             return match[0]
-        alike = [name for name in known if name.endswith(f".{dotted}") or dotted.endswith(f".{name}")]
+        alike = [name for name in known if name.endswith(f".{dotted}")]
         return _flag(alike[0]) + equals if len(alike) == 1 else match[0]
 
     try:

@@ -172,19 +172,17 @@ def _was_trained_on(policy: PolicyConfig, data: Path) -> bool:
     return False
 
 
-def split_note(config: EvalConfig, own: TaskConfig, task: Task, split: str) -> str:
-    """Report which rows of a file are measured if no split was given; '' for other data."""
+def split_note(config: EvalConfig, own: TaskConfig, task: Task, split: str, option: str = "--split") -> str:
+    """Report which rows of a file are measured if no split was given, and the option; '' for other data."""
     if config.split != AUTO or own.name not in ONE_FILE or not own.path or not user_path(own.path).is_file():
         return ""
     name, count = Path(own.path).name, len(take_problems(task, ALL, 0))
     if split == ALL:
         some = f"{config.num_problems:,} of all" if 0 < config.num_problems < count else "all"
-        return (
-            f"{name}: {some} {count:,} rows are measured (--split test: those alone that training leaves out)"
-        )
+        return f"{name}: {some} {count:,} rows are measured ({option} test: those alone that training leaves out)"
     held_out = len(task.problems("test"))
     return (
-        f"{name}: {held_out:,} of {count:,} rows are measured, which were not trained on (all: --split all; more: "
+        f"{name}: {held_out:,} of {count:,} rows are measured, which were not trained on (all: {option} all; more: "
         "train with --task.held-out 0.2)"
     )
 

@@ -313,7 +313,7 @@ def main(config: CompareConfig, *, resume: bool = False) -> None:
     if jobs and "test" in (job.split for job in jobs.values()):
         job = next(iter(jobs.values()))
         asked = replace(job, split=_protocol(config, places).split)
-        if note := evaluate.split_note(asked, job.task, load_task(job.task), job.split):
+        if note := evaluate.split_note(asked, job.task, load_task(job.task), job.split, "--eval.split"):
             print(f"whet: {note}", flush=True)
     policies = _asked_alike([_policy_of(config, place) for place in places]) if prompts else []
     plain = bool(prompts) and _is_plain(config, policies)
