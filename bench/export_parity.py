@@ -1,9 +1,9 @@
 """A table of exports against their own runtimes: llama.cpp, transformers and peft beside whet's engine.
 
-    python bench/export_parity.py [--model NAME=FOLDER ...] [--families] [--why]
+    python bench/export_parity.py [--only] [--model NAME=FOLDER ...] [--types f32 q8_0 ...] [--why]
 
-Tiny models are made and trained here on arithmetic, so that their texts mean something; stories260k and
-folders that are named are taken as they are. With --families one random model of each architecture is checked in f32.
+Two tiny models are made and trained here on arithmetic, so that their texts mean something; stories260k and
+folders that are named are taken as they are. Every family has its place in tests/compress/export/runtime_cases.py.
 With --why the rounding of stories260k's weights in q8_0 and bf16 is told apart from what llama.cpp does with them.
 """
 
@@ -26,7 +26,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from whet.compress.export import export as program
 from whet.compress.export import parity
 from whet.compress.export.export import ExportConfig, export
-from whet.compress.export.gguf import ARCHITECTURES, Q8_BLOCK, read_back, stored_type
+from whet.compress.export.gguf import Q8_BLOCK, read_back, stored_type
 from whet.compress.export.vocabulary import PATTERNS
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.families import from_hf
@@ -36,21 +36,10 @@ from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
 from whet.model.weights import build_model
 from whet.schema import SCHEMAS
-from whet.types import UserError
 
 STORIES = Path(__file__).parents[2] / "shared/data/models/stories260k"
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "rope_theta": 10000.0,
-}
-GEMMA: dict[str, Any] = {"num_hidden_layers": 6, "sliding_window": 16, "query_pre_attn_scalar": 16}
 SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": {"tie_word_embeddings": True},
     "llama": {
         "rope_scaling": {
             "rope_type": "llama3",
@@ -61,46 +50,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
         "rope_theta": 500000.0,
     },
-    "mistral": {"sliding_window": 128},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "qwen2": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "head_dim": 16},
-    "qwen3": {"tie_word_embeddings": True},
-    "qwen3_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-    "phi3": {"original_max_position_embeddings": 64, "head_dim": 16, "partial_rotary_factor": 0.75}
-    | {
-        "rope_scaling": {"type": "longrope"}
-        | {"short_factor": [1 + i / 9 for i in range(6)], "long_factor": [2.0 + i for i in range(6)]}
-    },
-    "smollm3": {"num_hidden_layers": 4, "tie_word_embeddings": True},
-    "granite": {
-        "attention_multiplier": 0.2,
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.5,
-        "logits_scaling": 2.0,
-        "attention_bias": False,
-        "mlp_bias": False,
-    },
-    "gemma": {"hidden_act": "gelu_pytorch_tanh"},
-    "gemma2": {"hidden_activation": "gelu_pytorch_tanh"} | GEMMA,
-    "gemma3_text": {"hidden_activation": "gelu_pytorch_tanh"} | GEMMA,
-    "gpt2": {},
 }
-"""What each family's config.json has beside `SIZES`."""
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-SCALED: dict[str, dict[str, Any]] = {
-    "llama (yarn)": {"rope_scaling": YARN, "model_type": "llama"},
-    "qwen2 (yarn)": {"rope_scaling": YARN, "model_type": "qwen2", "head_dim": 16},
-    "qwen3 (yarn)": {"rope_scaling": YARN | {"attention_factor": 1.3}, "model_type": "qwen3"},
-    "phi3 (long factors)": SHAPES["phi3"] | {"rope_factors": "long", "model_type": "phi3"},
-}
-"""Further scalings of rotary positions."""
+"""What the tiny models' config.json has beside the sizes."""
+SPLITS = {"qwen3": "qwen2", "llama": "llama-bpe"}
+"""How each one's tokenizer splits words, by llama.cpp's name."""
 
 
 def texts(count: int) -> list[tuple[str, str]]:
@@ -132,22 +85,19 @@ def byte_pairs(pre: str) -> Tokenizer:
     return Tokenizer(backend, roles={"eos_token": special[0]}, chat_template=BASE_TEMPLATE)
 
 
-def make(kind: str, tokenizer: Tokenizer, *, steps: int = 0, std: float = 0.05, spare: int = 3) -> Policy:
+def make(kind: str, tokenizer: Tokenizer, steps: int) -> Policy:
     """Make a tiny model of a family, with spare rows that are no token's, and train it on the sums."""
-    data: dict[str, Any] = {"model_type": kind, "vocab_size": tokenizer.vocab_size + spare}
-    if kind in SCALED:
-        data |= SIZES | SCALED[kind] | {"rms_norm_eps": 1e-5}
-    elif kind == "gpt2":
-        data |= {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 256}
-    else:
-        data |= SIZES | SHAPES[kind] | {"rms_norm_eps": 1e-5}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
+    data = {"model_type": kind, "vocab_size": tokenizer.vocab_size + 3, "rms_norm_eps": 1e-5} | sizes
+    data |= SHAPES[kind]
     model = build_model(from_hf(data))
     init_weights(model, 0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for _name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, std, generator=generator)
+                parameter.normal_(0, 0.05, generator=generator)
             else:  # norms and biases, so that a wrong place shows
                 parameter.add_(torch.empty_like(parameter).normal_(0, 0.1, generator=generator))
     policy = Policy(model, tokenizer, SCHEMAS["none"], system_prompt=False)
@@ -209,7 +159,7 @@ def inputs_rounded(policy: Policy, dtype: str) -> Iterator[None]:
     """Let our engine round the inputs of each product as llama.cpp does for a file of a type."""
     model = policy.model
     kinds = {
-        name.removesuffix(".weight"): stored_type("", parameter.shape, dtype)
+        name.removesuffix(".weight"): stored_type("", parameter.shape, dtype, model.config)
         for name, parameter in model.named_parameters()
     }
     hooks = []
@@ -219,7 +169,7 @@ def inputs_rounded(policy: Policy, dtype: str) -> Iterator[None]:
             hooks.append(
                 module.register_forward_pre_hook(lambda _, given, kind=kind: (rounded(given[0], kind),))
             )
-    head = stored_type("", model.head_weight.shape, dtype)
+    head = stored_type("", model.head_weight.shape, dtype, model.config)
     norm = model.get_submodule("model.norm")
     hooks.append(norm.register_forward_hook(lambda _, __, out: rounded(out, head)))
     try:
@@ -280,10 +230,8 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", action="append", default=[], help="NAME=FOLDER of a further model")
-    parser.add_argument("--families", nargs="*", help="a random model of each architecture, or of these")
-    parser.add_argument(
-        "--to", default="gguf", choices=("gguf", "mlx"), help="with --families: kind of export"
-    )
+    parser.add_argument("--only", action="store_true", help="the named models alone")
+    parser.add_argument("--types", nargs="*", default=["f32", "f16", "bf16", "q8_0"], help="of GGUF files")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--why", action="store_true", help="where the differences of q8_0 and bf16 come from")
@@ -299,33 +247,17 @@ def main() -> None:
         "| verdict |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
-    failed, is_wide = [], options.families is not None
+    failed: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
-        folders = {} if is_wide else {"stories260k": STORIES}
-        named = dict(text.split("=", 1) for text in options.model)
-        folders |= {name: Path(path) for name, path in named.items()}
-        made = (
-            (options.families or [*ARCHITECTURES, *SCALED])
-            if is_wide
-            else {"qwen3": "qwen2", "llama": "llama-bpe"}
-        )
-        for kind in made:
-            pre = "llama-bpe" if kind == "llama" else "qwen2"
-            steps, std = (0, 0.2) if is_wide else (options.steps, 0.05)
+        folders = {} if options.only else {"stories260k": STORIES}
+        for kind, split in ({} if options.only else SPLITS).items():
             folders[kind] = Path(scratch) / kind
-            spare = 0 if options.to == "mlx" else 3  # mlx-lm draws them: nothing tells it not to
-            make(kind, byte_pairs(pre), steps=steps, std=std, spare=spare).save(folders[kind])
+            make(kind, byte_pairs(split), options.steps).save(folders[kind])
+        folders |= {name: Path(path) for name, path in (text.split("=", 1) for text in options.model)}
+        exports = [("gguf", dtype) for dtype in options.types] + [("hf", "f32"), ("hf", "bf16")]
         for name, folder in folders.items():
-            types = ("f32",) if is_wide else ("f32", "f16", "bf16", "q8_0")
-            for dtype in types:
-                try:
-                    found = row(name, folder, options.to if is_wide else "gguf", dtype, options.prompts)
-                except UserError as error:
-                    print(f"| {name} | {options.to} {dtype} | {error} |", flush=True)
-                    found = {"verdict": "failed"}
-                failed += [name] * (found["verdict"] != "passed")
-            for dtype in () if is_wide else ("f32", "bf16"):
-                failed += [name] * (row(name, folder, "hf", dtype, options.prompts)["verdict"] != "passed")
+            for to, dtype in exports:
+                failed += [name] * (row(name, folder, to, dtype, options.prompts)["verdict"] != "passed")
     print(json.dumps({"failed": failed}))
     raise SystemExit(bool(failed))
 

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,11 @@ from whet.tasks.chess.stockfish import find_stockfish
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 """The folder of public data beside a developer's checkout; nobody else has it."""
+READERS = {
+    name: os.path.join(os.environ["WHET_READERS"], folder) if "WHET_READERS" in os.environ else ""
+    for name, folder in {"transformers 4.56": "transformers", "mlx-lm": "mlx"}.items()
+}
+"""Folders of packages that stand before this environment's own, for programs that read what whet writes (make slow)."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 C_COMPILERS = ("cc", "gcc", "clang")
 
@@ -115,6 +120,10 @@ THINGS: dict[str, tuple[Callable[[], object], str]] = {
     "pipes": (lambda: hasattr(os, "mkfifo"), "this system has no named pipes"),
     "ordinary user": (lambda: os.geteuid() != 0, "root may do everything"),
     "no gpu": (lambda: not torch.cuda.is_available(), "this machine has a GPU"),
+    **{
+        name: (partial(os.path.isdir, folder), f"WHET_READERS names no folder with {name} (make slow)")
+        for name, folder in READERS.items()
+    },
     "vllm": (lambda: "VLLM_PYTHON" in os.environ, "VLLM_PYTHON names no Python that has vLLM (make slow)"),
 }
 

@@ -122,7 +122,7 @@ NOT_RUN = {
     "rl demo --sampler.kind": "needs a server or vLLM: tests/train/test_samplers.py",
     "serve runs/demo-sft --port 8001 --weight-updates": "waits for a trainer: tests/train/test_samplers.py",
     "track runs/demo-rl --to mlflow": "needs an mlflow server: tests/telemetry/test_trackers.py has one",
-    "export runs/demo-rl --to gguf --dtype q4_k_m": "needs llama.cpp's quantiser: tests/compress/test_export.py",
+    "export runs/demo-rl --to gguf --dtype q4_k_m": "needs xllamacpp: tests/compress/test_export.py",
     "pull me/demo-rl": "needs what `push` sent: tests/serve/test_push.py has a hub that keeps it",
 }
 """Lines, by how they begin, that cannot run here, and why; they are parsed (tests/test_architecture.py)."""

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from whet.compress.export import export as program
 from whet.compress.export import gguf, importance, parity, runtimes
 from whet.compress.export import vocabulary as vocabulary_module
 from whet.compress.export.export import ExportConfig, export, main, next_steps
+from whet.compress.export.kquants import K_TYPES, k_type
 from whet.compress.export.ollama import ollama_writes, read_modelfile
 from whet.compress.export.prompt import go_template, modelfile, unlike_ollama, whole_template
 from whet.compress.export.vocabulary import CONTROL, USER_DEFINED, Vocabulary, express
@@ -420,7 +420,7 @@ def test_ollama_and_llama_cpp_ask_with_the_bos_that_whet_asks_with(
     template: str, bos: str, adds_bos: bool, prompt_bos: bool | None, leads: bool
 ) -> None:
     policy = with_bos(template, bos, adds_bos=adds_bos, prompt_bos=prompt_bos)
-    facts = express(policy.tokenizer, 259, (256,), template).facts
+    facts = express(policy.tokenizer, 259, (256,)).with_template(template).facts
     assert facts["ggml.add_bos_token"] is leads
     go, _ = go_template(policy)
     user = {"role": "user", "content": "Hi"}
@@ -559,7 +559,7 @@ def test_phi_3_has_one_tensor_of_gate_and_up_and_two_of_factors(tmp_path: Path) 
     facts = gguf.metadata(model.config)
     assert facts["rope.dimension_count"] == 12
     assert facts["context_length"] == 64  # the short factors end there
-    vocabulary = express(Tokenizer.bytes(), model.num_valid_tokens, (), "T")
+    vocabulary = express(Tokenizer.bytes(), model.num_valid_tokens, ()).with_template("T")
     gguf.write_gguf(model, vocabulary, tmp_path / "m.gguf", "f32", name="my-Phi-3.5")
     again = dict(gguf.read_back(tmp_path / "m.gguf", model))
     assert all(again[name].equal(parameter) for name, parameter in model.named_parameters())
@@ -588,7 +588,7 @@ def test_the_name_says_that_special_tokens_take_spaces() -> None:
 
 def test_llama_cpp_shows_the_tags_of_a_response() -> None:
     tags = ("<think>", "</answer>")
-    kinds = express(Tokenizer.bytes(tags), 260, (256, 259), "T").facts["ggml.token_type"]
+    kinds = express(Tokenizer.bytes(tags), 260, (256, 259)).with_template("T").facts["ggml.token_type"]
     assert kinds[256:] == [CONTROL, CONTROL, USER_DEFINED, USER_DEFINED]
 
 
@@ -612,7 +612,7 @@ def test_llama_cpp_turns_scaled_ropes_as_we_do(shape: dict[str, Any], tmp_path: 
 def test_sentencepiece_scores_give_the_tokenizer_s_own_ids() -> None:
     require("shared/data/models/stories260k")
     tokenizer = Tokenizer.load(STORIES)
-    facts = express(tokenizer, tokenizer.vocab_size, tuple(tokenizer.stop_ids), "").facts
+    facts = express(tokenizer, tokenizer.vocab_size, tuple(tokenizer.stop_ids)).facts
     score = dict(zip(facts["ggml.tokens"], facts["ggml.scores"], strict=True))
     place = {text: index for index, text in enumerate(facts["ggml.tokens"])}
     for text in ("Once upon a time, there was a little girl named Lily.", "the  big\ndog's é"):
@@ -637,7 +637,7 @@ def test_sentencepiece_scores_give_the_tokenizer_s_own_ids() -> None:
 
 def test_characters_are_bytes_joined_by_merges() -> None:
     tokenizer = Tokenizer.characters("ab é€", ["<think>"])
-    found = express(tokenizer, tokenizer.vocab_size, (1,), "")
+    found = express(tokenizer, tokenizer.vocab_size, (1,))
     facts, texts = found.facts, found.facts["ggml.tokens"]
     assert facts["ggml.eos_token_id"] == 1
     assert facts["ggml.token_type"][3] == USER_DEFINED
@@ -656,8 +656,6 @@ def test_a_refusal_comes_before_a_weight_is_read(
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr(program, "load_policy", none)
-    monkeypatch.setenv("PATH", str(tmp_path))  # no llama-quantize
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
     gemma = tmp_path / "gemma"
     shutil.copytree(folder, gemma)
@@ -666,7 +664,10 @@ def test_a_refusal_comes_before_a_weight_is_read(
     )
     (tmp_path / "text").write_text("no GGUF")
     for settings, words in (
-        (config(folder, tmp_path / "k", "gguf", dtype="q4_k_m"), "dtype = q4_k_m: llama.cpp quantises to it"),
+        (
+            config(folder, tmp_path / "k", "gguf", dtype="q4_k_m"),
+            "dtype = q4_k_m: llama.cpp computes its codes",
+        ),
         (config(gemma, tmp_path / "g", "gguf"), "no head of its own"),
         (config(folder, tmp_path / "m", "merged"), "no adapter to merge"),
         (config(folder, tmp_path / "a", "adapter"), "no adapter in it"),
@@ -688,13 +689,13 @@ def test_a_model_without_an_end_names_one_that_is_no_ordinary_token() -> None:
         backend = tokenizers.Tokenizer.from_str(Tokenizer.bytes().backend_text())
         return Tokenizer(backend, roles=roles, chat_template=None)
 
-    found = express(without({"pad_token": "<pad>"}), 258, (), "")
+    found = express(without({"pad_token": "<pad>"}), 258, ())
     assert found.facts["ggml.eos_token_id"] == 257
     assert any("no token ends a text" in note for note in found.notes)
-    assert express(without({"bos_token": "<eos>"}), 258, (), "").facts["ggml.eos_token_id"] == 256
-    assert express(without({}), 258, (7,), "").facts["ggml.eos_token_id"] == 7
+    assert express(without({"bos_token": "<eos>"}), 258, ()).facts["ggml.eos_token_id"] == 256
+    assert express(without({}), 258, (7,)).facts["ggml.eos_token_id"] == 7
     with pytest.raises(UserError, match="no token that ends a text"):
-        express(without({}), 258, (), "")
+        express(without({}), 258, ())
 
 
 def test_a_report_that_no_runtime_checked_claims_nothing(
@@ -741,7 +742,7 @@ def test_a_file_read_back_is_the_model_but_for_rounding(kind: str, tmp_path: Pat
     import gguf as package
 
     policy = make(replace(SHAPE, vocab_size=264))  # six rows are no token's
-    vocabulary = express(policy.tokenizer, policy.model.num_valid_tokens, policy.stop_ids, "T")
+    vocabulary = express(policy.tokenizer, policy.model.num_valid_tokens, policy.stop_ids).with_template("T")
     gguf.write_gguf(policy.model, vocabulary, tmp_path / "m.gguf", kind)  # pyright: ignore[reportArgumentType]
     reader = package.GGUFReader(str(tmp_path / "m.gguf"))
     assert reader.get_field("tokenizer.chat_template").contents() == "T"
@@ -762,6 +763,24 @@ def test_llama_cpp_answers_as_stories260k(tmp_path: Path) -> None:
     assert report["kl"] < 1e-9
     assert report["greedy_equal"] == 1.0
     assert "PARAMETER stop" in (tmp_path / "out/Modelfile").read_text()
+
+
+def write_imatrix(importances: importance.Importance, path: Path) -> None:
+    """Write what llama.cpp's llama-imatrix writes."""
+    import gguf as package
+
+    writer = package.GGUFWriter(str(path), "")
+    writer.add_type("imatrix")
+    writer.add_array("imatrix.datasets", ["text"])
+    writer.add_uint32("imatrix.chunk_count", 1)
+    writer.add_uint32("imatrix.chunk_size", 1)
+    for name, values in importances.items():
+        writer.add_tensor(name + importance.SUMS, np.asarray(values, dtype=np.float32).reshape(1, -1))
+        writer.add_tensor(name + importance.COUNTS, np.ones((1, 1), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 @needs_gguf
@@ -785,7 +804,7 @@ def test_importance_is_the_mean_square_of_a_matrix_s_inputs(tmp_path: Path) -> N
         *(f"blk.0.ffn_{part}.weight" for part in ("gate", "up", "down")),
         "token_embd.weight",  # the head, tied
     }
-    importance.write(found, tmp_path / "imatrix.gguf")
+    write_imatrix(found, tmp_path / "imatrix.gguf")
     again = importance.read(tmp_path / "imatrix.gguf")
     assert all(np.array_equal(again[name], values) for name, values in found.items())
     shapes = {label: tensor.shape for label, tensor in gguf.tensors(policy.model)}
@@ -802,7 +821,46 @@ def test_importance_is_the_mean_square_of_a_matrix_s_inputs(tmp_path: Path) -> N
         importance.read(tmp_path / "text")
 
 
-@needs("llama_cpp", "xllamacpp", "gguf")
+FINER = "6644644644644666", "6655655655655666"
+MIXTURES = {
+    "q2_k": ("4" * 16, "3" * 16, "3"),
+    "q3_k_m": ("55" + "4" * 14, "5" + "4" * 15, "4"),
+    "q4_k_s": ("5555" + "4" * 12, "55" + "4" * 14, "4"),
+    "q4_k_m": (FINER[0], FINER[0], "4"),
+    "q5_k_m": (FINER[1], FINER[1], "5"),
+    "q6_k": ("6" * 16, "6" * 16, "6"),
+}
+"""Bits of attn_v and ffn_down in 16 layers, and of attn_output: what llama_model_quantize of llama.cpp 0.5 writes."""
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_more_bits_go_where_llama_cpp_s_quantiser_puts_them(kind: str) -> None:
+    shape = replace(SHAPE, hidden_size=256, num_heads=8, num_kv_heads=2, num_layers=16, tie_embeddings=False)
+
+    def found(part: str, config: ModelConfig = shape, layers: int = 16, columns: int = 256) -> str:
+        return "".join(k_type(f"blk.{i}.{part}.weight", columns, kind, config)[1] for i in range(layers))
+
+    values, last, output = MIXTURES[kind]
+    usual = K_TYPES[kind][1][1]
+    assert found("attn_v") == found("attn_qkv") == values
+    assert found("ffn_down") == found("ffn_down_exps") == last
+    assert found("attn_output", layers=1) == output
+    assert found("attn_q") == found("attn_k") == found("ffn_up") == usual * 16
+    assert k_type("output.weight", 256, kind, shape) == "Q6_K"
+    assert k_type("token_embd.weight", 256, kind, shape) == K_TYPES[kind][1]
+    assert k_type("token_embd.weight", 256, kind, replace(shape, tie_embeddings=True)) == "Q6_K"
+    short = {"2": "Q4_0", "3": "Q4_0", "4": "Q5_0", "5": "Q5_1", "6": "Q8_0"}
+    assert k_type("blk.0.attn_q.weight", 288, kind, shape) == short[usual]
+    assert k_type("blk.0.attn_q.weight", 80, kind, shape) == "F16"
+    deep = replace(shape, num_layers=80)
+    assert set(found("attn_v", deep, 80)) <= {"5", "6"}
+    experts = from_hf({"model_type": "mixtral", "num_local_experts": 8} | SMALL)
+    assert found("attn_v", experts, 1) == found("attn_k", experts, 1) == "8"
+    assert found("attn_output", experts, 1) == ("6" if kind == "q6_k" else "5")
+
+
+@pytest.mark.ci
+@needs_llama
 def test_fewer_bits_by_llama_cpp_s_quantiser(tmp_path: Path) -> None:
     shape = replace(SHAPE, hidden_size=256, intermediate_size=288, head_dim=64, num_layers=1)
     make(shape).save(tmp_path / "wide")
@@ -811,7 +869,7 @@ def test_fewer_bits_by_llama_cpp_s_quantiser(tmp_path: Path) -> None:
         weights = tmp_path / "one.gguf"
         if name == "one":  # of each row of q_proj the first 16 inputs alone matter
             spiked = np.where(np.arange(256) < 16, 1.0, 1e-6).astype(np.float32)
-            importance.write({"blk.0.attn_q.weight": spiked}, weights)
+            write_imatrix({"blk.0.attn_q.weight": spiked}, weights)
         given = str(weights) if name == "one" else name
         settings = config(tmp_path / "wide", tmp_path / f"q4{name}", "gguf", dtype="q4_k_m", imatrix=given)
         report = export(settings)

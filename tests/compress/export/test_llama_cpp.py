@@ -7,11 +7,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tokenizers
 import torch
 from needs import needs
+from runtime_cases import CLOSE, CONTEXT, GELU_TABLE, REFUSED, SIZES, VARIANTS, difference, make
 from safetensors.torch import save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -24,129 +24,12 @@ from whet.generate.policy import Policy
 from whet.model.families import from_hf
 from whet.model.lora.adapter import Adapter, LoRAPair
 from whet.model.text.tokenizer import Tokenizer
-from whet.model.transformer import LanguageModel, init_weights
+from whet.model.transformer import init_weights
 from whet.model.weights import build_model
 from whet.schema import SCHEMAS
 from whet.types import UserError
 
 needs_llama = needs("xllamacpp", "gguf")
-CLOSE, GELU_TABLE = 3e-4, 0.02
-"""Largest difference of a log-probability; llama.cpp takes GELU from a table in float16."""
-CONTEXT, NUM_IDS, START = 128, 56, 44
-SIZES: dict[str, Any] = {
-    "vocab_size": 258,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-5,
-}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 |= {"original_max_position_embeddings": 64}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-LINEAR = {"rope_type": "linear", "factor": 3.0}
-TIED, UNTIED, SQUARE = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}, {"head_dim": 16}
-MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-MIXTURE |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-PHI3 = SQUARE | {"original_max_position_embeddings": 64, "partial_rotary_factor": 0.75}
-PHI3 |= {
-    "rope_scaling": {
-        "type": "longrope",
-        "short_factor": [1 + i / 9 for i in range(6)],
-        "long_factor": [2.0 + i for i in range(6)],
-    }
-}
-GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}
-GRANITE |= {"logits_scaling": 2.0}
-GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 16, "query_pre_attn_scalar": 16}
-GEMMA2 = GEMMA | {"num_hidden_layers": 4}
-GEMMA3 = GEMMA | {"num_hidden_layers": 7, "rope_local_base_freq": 500.0}
-FULL = {"layer_types": ["full_attention"] * 7}
-NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "llama, tied": TIED,
-    "llama, llama3": {"rope_scaling": LLAMA3},
-    "llama, yarn": {"rope_scaling": YARN},
-    "llama, linear": {"rope_scaling": LINEAR},
-    "llama, biases": {"attention_bias": True, "mlp_bias": True},
-    "mistral, window": {"sliding_window": 60},
-    "mistral, tied": {"sliding_window": None} | TIED,
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "qwen2": SQUARE,
-    "qwen2, tied": SQUARE | TIED,
-    "qwen2, linear": SQUARE | {"rope_scaling": LINEAR},
-    "qwen2, yarn": SQUARE | {"rope_scaling": YARN},
-    "qwen3": {},
-    "qwen3, tied": TIED,
-    "qwen3, yarn": {"rope_scaling": YARN | {"attention_factor": 1.3}},
-    "qwen3_moe": MIXTURE,
-    "smollm3": {"num_hidden_layers": 4},
-    "smollm3, tied": {"num_hidden_layers": 4} | TIED,
-    "phi3": SQUARE,
-    "phi3, longrope": PHI3,
-    "phi3, long factors": PHI3 | {"rope_factors": "long"},
-    "granite": GRANITE,
-    "granite, biases": GRANITE | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    "gemma": {"hidden_act": "gelu_pytorch_tanh"},
-    "gemma, untied": {"hidden_act": "gelu_pytorch_tanh"} | UNTIED,
-    "gemma2": GEMMA2,
-    "gemma2, no caps": GEMMA2 | NO_CAPS,
-    "gemma2, no cap of logits": GEMMA2 | {"final_logit_softcapping": None},
-    "gemma2, no cap of scores": GEMMA2 | {"attn_logit_softcapping": None},
-    "gemma2, untied": GEMMA2 | UNTIED,
-    "gemma2, full": GEMMA2 | {"layer_types": ["full_attention"] * 4},
-    "gemma3_text": GEMMA3,
-    "gemma3_text, untied": GEMMA3 | UNTIED,
-    "gemma3_text, full": GEMMA3 | FULL,
-    "gemma3_text, full, linear": GEMMA3 | FULL | {"rope_scaling": LINEAR},
-    "gemma3_text, linear": GEMMA3 | {"rope_scaling": LINEAR},
-    "gemma3_text, cap of logits": GEMMA3 | {"final_logit_softcapping": 3.0},
-    "gemma3_text, windows alone": GEMMA3 | {"layer_types": ["sliding_attention"] * 7},
-    "gpt2": {},
-}
-"""model_type, and what its config.json has beside or instead of `SIZES`."""
-REFUSED = {
-    "granite, biases": "no bias 'model.layers.0.self_attn.q_proj.bias'",
-    "gemma, untied": "head of its own",
-    "gemma2, untied": "head of its own",
-    "gemma3_text, full, linear": "rotary positions",
-    "gemma3_text, windows alone": "one layer of 6 sees all",
-}
-"""What llama.cpp cannot compute, with a word of the refusal."""
-
-
-def make(name: str) -> LanguageModel:
-    """Build a model of a family with weights of which every one shows in the logits."""
-    kind = name.split(",")[0]
-    data = {"model_type": kind} | SIZES | VARIANTS[name]
-    if kind == "gpt2":
-        data |= {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 256}
-        data = {key: value for key, value in data.items() if key not in SIZES or key == "vocab_size"}
-    model = build_model(from_hf(data))
-    init_weights(model, 0)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            # Less where a table's error grows with what it is looked up for.
-            size = 0.1 if parameter.dim() == 1 else 0.08 if kind.startswith("gemma") else 0.2
-            noise = torch.empty_like(parameter).normal_(0, size, generator=generator)
-            parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
-    return model.eval()
-
-
-def difference(model: LanguageModel, path: Path, lora: str = "") -> float:
-    """Return the largest difference of a log-probability between a file in llama.cpp and our engine."""
-    ids = torch.randint(0, 256, (NUM_IDS,), generator=torch.Generator().manual_seed(1)).tolist()
-    with torch.no_grad():
-        ours = model.logits(torch.tensor([ids[:-1]]))[0, START - 1 :].float().log_softmax(-1).numpy()
-    theirs = LlamaCpp(str(path), CONTEXT, (), lora).logits(ids, START)
-    assert ours.std() > 0.5, "log-probabilities too alike to show a difference"
-    return float(np.abs(ours - theirs).max())
 
 
 @pytest.mark.ci
@@ -158,7 +41,7 @@ def test_a_family_has_our_probabilities_in_llama_cpp_or_is_refused(name: str, tm
         with pytest.raises(UserError, match=REFUSED[name]):
             gguf.check_names(model)
         return
-    gguf.write_gguf(model, express(Tokenizer.bytes(), 258, (256,), ""), path, "f32")
+    gguf.write_gguf(model, express(Tokenizer.bytes(), 258, (256,)), path, "f32")
     bound = GELU_TABLE if name.startswith(("gemma", "gpt2")) else CLOSE
     assert difference(model, path) < bound
 
@@ -168,7 +51,7 @@ def test_a_family_has_our_probabilities_in_llama_cpp_or_is_refused(name: str, tm
 @pytest.mark.parametrize(("kind", "bound"), [("f16", 0.02), ("bf16", 0.15), ("q8_0", 0.3)])
 def test_rounded_weights_have_nearly_our_probabilities(kind: Any, bound: float, tmp_path: Path) -> None:
     model, path = make("qwen3"), tmp_path / "m.gguf"
-    gguf.write_gguf(model, express(Tokenizer.bytes(), 258, (256,), ""), path, kind)
+    gguf.write_gguf(model, express(Tokenizer.bytes(), 258, (256,)), path, kind)
     with torch.no_grad():
         for name, stored in gguf.read_back(path, model):
             model.get_parameter(name).copy_(stored)
@@ -194,7 +77,7 @@ def test_an_adapter_beside_its_base_is_ours(name: str, tmp_path: Path) -> None:
     save_file(files, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text("{}")
     adapter = Adapter(tmp_path, {}, pairs, {})
-    gguf.write_gguf(model, express(Tokenizer.bytes(), 258, (256,), ""), tmp_path / "m.gguf", "f32")
+    gguf.write_gguf(model, express(Tokenizer.bytes(), 258, (256,)), tmp_path / "m.gguf", "f32")
     gguf.write_lora(adapter, model, tmp_path / "lora.gguf")
     before = difference(model, tmp_path / "m.gguf", str(tmp_path / "lora.gguf"))
     adapter.merge(model)
@@ -225,7 +108,9 @@ def test_a_whole_template_asks_in_llama_cpp_and_in_ollama_as_whet_does(
     model = build_model(from_hf({"model_type": "llama"} | SIZES | {"vocab_size": tokenizer.vocab_size}))
     init_weights(model, 0)
     policy = Policy(model.eval(), tokenizer, SCHEMAS[schema])
-    vocabulary = express(tokenizer, tokenizer.vocab_size, policy.stop_ids, whole_template(policy))
+    vocabulary = express(tokenizer, tokenizer.vocab_size, policy.stop_ids).with_template(
+        whole_template(policy)
+    )
     gguf.write_gguf(model, vocabulary, tmp_path / "m.gguf", "f16")
     runtime = LlamaCpp(str(tmp_path / "m.gguf"), CONTEXT, policy.stop_ids)
     assert runtime.stop_ids == list(policy.stop_ids)
@@ -331,7 +216,7 @@ def test_llama_cpp_s_tokens_are_the_tokenizer_s_or_a_note_says_why(tmp_path: Pat
         config = from_hf({"model_type": "llama"} | SIZES | {"vocab_size": tokenizer.vocab_size})
         model = build_model(config)
         init_weights(model, 0)
-        vocabulary = express(tokenizer, tokenizer.vocab_size, tuple(tokenizer.stop_ids), "")
+        vocabulary = express(tokenizer, tokenizer.vocab_size, tuple(tokenizer.stop_ids))
         gguf.write_gguf(model, vocabulary, tmp_path / "m.gguf", "f16")
         runtime = LlamaCpp(str(tmp_path / "m.gguf"), CONTEXT, ())
         unlike = [line for line in LINES if runtime.tokenize(line, special=False) != tokenizer.encode(line)]

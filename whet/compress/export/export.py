@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -10,19 +9,18 @@ import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from whet import processes
 from whet.cli import Program
-from whet.compress.export import gguf, parity, runtimes
+from whet.compress.export import gguf, kquants, parity, runtimes
 from whet.compress.export import importance as importances
+from whet.compress.export.kquants import K_TYPES
 from whet.compress.export.prompt import modelfile, unlike_ollama, whole_template
-from whet.compress.export.vocabulary import express
+from whet.compress.export.vocabulary import Vocabulary, express
 from whet.config import from_dict, read_yaml
 from whet.eval.evaluate import take_problems
 from whet.generate.policy import Policy, PolicyConfig, load_policy
@@ -46,8 +44,6 @@ REPORT, PROTOCOL = "export_report.json", "protocol.json"
 LORA = "adapter.gguf"
 """An adapter for llama.cpp's --lora, beside peft's files."""
 TORCH_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-K_TYPES = {"q2_k": 10, "q3_k_m": 12, "q4_k_s": 14, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
-"""llama.cpp's numbers of the types that its own quantiser writes (LLAMA_FTYPE_MOSTLY_...)."""
 MLX_WINDOWS = frozenset({"gemma3_text", "gemma4_text", "ministral3", "olmo3"})
 """Families whose layers have windows in mlx-lm, too."""
 DEFAULTS: dict[Kind, Type] = {"hf": "bf16", "merged": "bf16", "mlx": "bf16", "gguf": "q8_0", "ollama": "q8_0"}
@@ -88,8 +84,8 @@ class ExportConfig:
     out: str = ""
     """New folder."""
     dtype: Type = "auto"
-    """Type of the weights; auto: bf16 for hf, merged and mlx, q8_0 for gguf and ollama. Below 8 bits llama.cpp's own
-    quantiser is needed."""
+    """Type of the weights; auto: bf16 for hf, merged and mlx, q8_0 for gguf and ollama. Below 8 bits the extra llama is
+    needed."""
     imatrix: str = ""
     """For types below 8 bits, which inputs matter: a file of llama.cpp's llama-imatrix in GGUF, or auto: measured on
     training problems of the report's task with the model's own answers (without a task, on the report's prompts)."""
@@ -178,7 +174,7 @@ def refuse(config: ExportConfig) -> None:
     if is_gguf:
         gguf.import_gguf()
     if config.type in K_TYPES:
-        _quantiser(config.type)
+        kquants.refuse(config.type)
     if config.imatrix not in ("", "auto"):
         importances.read(Path(config.imatrix))
     base, adapter = find_model(config.policy.init, config.policy.adapter, weights=False)
@@ -197,7 +193,7 @@ def refuse(config: ExportConfig) -> None:
     home = next((home for home in homes if (home / "tokenizer.json").is_file()), None)
     if home is not None and not config.policy.tokenizer:
         tokenizer = Tokenizer.load(home)
-        express(tokenizer, min(tokenizer.vocab_size, shape.vocab_size), tuple(tokenizer.stop_ids), "")
+        express(tokenizer, min(tokenizer.vocab_size, shape.vocab_size), tuple(tokenizer.stop_ids))
 
 
 def export(config: ExportConfig) -> dict[str, Any]:
@@ -210,11 +206,11 @@ def export(config: ExportConfig) -> dict[str, Any]:
     out = Path(config.out)
     # Plain: a model without a protocol of whet's leaves as its own template asks it.
     policy = load_policy(config.policy, seed=0, merge=False, plain=True)
-    adapter = policy.adapter
+    adapter, vocabulary = policy.adapter, None
     if config.to in ("gguf", "ollama"):
         if adapter is None:  # whose layers have names of their own
             gguf.check_names(policy.model)
-        express(policy.tokenizer, policy.model.num_valid_tokens, policy.stop_ids, "")
+        vocabulary = express(policy.tokenizer, policy.model.num_valid_tokens, policy.stop_ids)
     importance = _importance(config, policy)
     chats = prompts(config, policy)
     source = own_tokenizer(config.policy, policy.tokenizer.date)
@@ -236,7 +232,7 @@ def export(config: ExportConfig) -> dict[str, Any]:
             "probability, and other programs would draw them"
         )
     with new_folder(out) as folder:
-        report = _written(config, policy, reference, importance, folder)
+        report = _written(config, policy, reference, vocabulary, importance, folder)
         report["notes"] = [*notes, *report["notes"]]
         report |= {"adapter": "" if adapter is None else str(adapter.folder), "cast": lost}
         (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -372,17 +368,18 @@ def _written(
     config: ExportConfig,
     policy: Policy,
     reference: parity.Reference,
+    vocabulary: Vocabulary | None,
     importance: importances.Importance | None,
     out: Path,
 ) -> dict[str, Any]:
-    """Write the artefact, and compare it with the reference."""
+    """Write the artefact, and compare it with the reference; `vocabulary` is that of a GGUF file."""
     template, notes = whole_template(policy) if reference.has_template else "", []
     unlike: list[str] = []  # what Ollama would ask otherwise
     kind = config.type
     base, dtype, runtime, artefact = "", "float32", RUNTIMES[config.to], out
-    if config.to in ("gguf", "ollama"):
+    if vocabulary is not None:
         artefact = out / "model.gguf"
-        notes += _write_gguf(config, policy, artefact, template, importance)
+        notes += _write_gguf(config, policy, artefact, vocabulary.with_template(template), importance)
         if config.to == "ollama":
             more, unlike = _write_modelfile(policy, out, reference)
             notes += more
@@ -462,99 +459,31 @@ def _write_gguf(
     config: ExportConfig,
     policy: Policy,
     path: Path,
-    template: str,
+    vocabulary: Vocabulary,
     importance: importances.Importance | None,
 ) -> list[str]:
     """Write model.gguf; return notes."""
     shape, kind = policy.model.config, config.type
-    vocabulary = express(policy.tokenizer, policy.model.num_valid_tokens, policy.stop_ids, template)
     notes = list(vocabulary.notes)
     if gguf.context_length(shape) < shape.max_positions:
         notes.append(
             f"llama.cpp has no windows for this family: the context is cut to {gguf.context_length(shape)}"
         )
     name = Path(config.policy.init).name
-    if kind in get_args(gguf.OwnType):
-        gguf.write_gguf(policy.model, vocabulary, path, kind, name=name)  # pyright: ignore[reportArgumentType]
-        return notes
     if importance is not None:
         shapes = {label: tensor.shape for label, tensor in gguf.tensors(policy.model)}
         importances.check(importance, shapes, config.imatrix)
-    whole = path.with_name("whole.gguf")
-    gguf.write_gguf(policy.model, vocabulary, whole, "f32", name=name)
-    quantise(whole, path, kind, importance)
-    whole.unlink()
+    gguf.write_gguf(policy.model, vocabulary, path, kind, name=name, importance=importance)
+    if kind not in K_TYPES:
+        return notes
     types = gguf.stored_types(path)
     notes.append("matrices by type: " + ", ".join(f"{count} {name}" for name, count in types.items()))
     if odd := sum(count for name, count in types.items() if not name.endswith("_K")):
         notes.append(
-            f"{odd} of {sum(types.values())} matrices have rows that blocks of 256 do not fill: llama.cpp took another "
-            "type for them"
+            f"{odd} of {sum(types.values())} matrices have rows that blocks of 256 do not fill: they got another type, "
+            "as in llama.cpp"
         )
     return notes
-
-
-def quantise(source: Path, target: Path, kind: str, importance: importances.Importance | None = None) -> None:
-    """Let llama.cpp quantise a GGUF file: its tool `llama-quantize`, or its library in llama-cpp-python.
-
-    Args:
-        source: The file, in f32.
-        target: New file.
-        kind: A name of `K_TYPES`.
-        importance: Of each matrix's inputs; None for all alike.
-
-    Raises:
-        UserError: If neither is here, or it fails.
-    """
-    tool = _quantiser(kind)
-    if tool:
-        matrix = target.with_name("imatrix.gguf")
-        if importance is not None:
-            importances.write(importance, matrix)
-        options = ["--imatrix", str(matrix)] if importance is not None else []
-        command = [tool, *options, str(source), str(target), kind.upper()]
-        done = processes.run(command, capture_output=True, text=True, check=False)
-        matrix.unlink(missing_ok=True)
-        if done.returncode:
-            raise UserError(f"llama-quantize: {(done.stderr.strip().splitlines() or ['failed'])[-1][:300]}")
-        return
-    import llama_cpp  # pyright: ignore[reportMissingImports]
-
-    said, _ = _listen()
-    said.clear()
-    options = llama_cpp.llama_model_quantize_default_params()
-    options.ftype, options.nthread = K_TYPES[kind], 1
-    if importance is not None:
-        options.imatrix, _alive = importances.as_arguments(llama_cpp, importance)
-    if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), options):
-        why = next((line for line in reversed("".join(said).splitlines()) if line.strip()), "no reason given")
-        raise UserError(f"llama.cpp could not quantise it to {kind}: {why.strip()[:300]}")
-
-
-def _quantiser(kind: str) -> str:
-    """Return the path of llama.cpp's tool; '' for the library in llama-cpp-python.
-
-    Raises:
-        UserError: If neither is here.
-    """
-    tool = shutil.which("llama-quantize")
-    if tool is None and importlib.util.find_spec("llama_cpp") is None:
-        raise UserError(
-            f"dtype = {kind}: llama.cpp quantises to it: put its tool llama-quantize on the PATH, or install "
-            "llama-cpp-python; f32, f16, bf16 and q8_0 need neither"
-        )
-    return tool or ""
-
-
-@cache
-def _listen() -> tuple[list[str], Any]:
-    """Collect what llama.cpp's library says from now on; the second value must live as long as the process."""
-    import llama_cpp  # pyright: ignore[reportMissingImports]
-
-    said: list[str] = []
-    listener = llama_cpp.llama_log_callback(lambda _, text, __: said.append(text.decode(errors="replace")))
-    llama_cpp.llama_log_set(listener, None)
-    return said, listener
 
 
 def _write_modelfile(policy: Policy, out: Path, reference: parity.Reference) -> tuple[list[str], list[str]]:

@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
+from whet.compress.export.kquants import K_TYPES, encode, k_type
 from whet.compress.export.vocabulary import Vocabulary
 from whet.install import install_command
 from whet.model.config import STORED, Block, ModelConfig, Rope
@@ -26,10 +27,8 @@ from whet.model.lora.adapter import Adapter
 from whet.model.transformer import LanguageModel
 from whet.types import UserError
 
-OwnType = Literal["f32", "f16", "bf16", "q8_0"]
-OWN_TYPES: tuple[OwnType, ...] = ("f32", "f16", "bf16", "q8_0")
 FILE_TYPES: dict[str, tuple[int, str]] = {"f32": (0, "F32"), "f16": (1, "F16"), "bf16": (32, "BF16")}
-FILE_TYPES |= {"q8_0": (7, "Q8_0")}
+FILE_TYPES |= {"q8_0": (7, "Q8_0")} | K_TYPES
 """Number of the whole file's type, and name of its matrices' type."""
 Q8_BLOCK = 32
 PERMUTED = ("llama", "granite", "smollm3")
@@ -91,7 +90,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gpt2": Architecture(name="gpt2"),
 }
-"""By model_type: what was checked in llama.cpp (bench/export_parity.py)."""
+"""By model_type: what was checked in llama.cpp (tests/compress/export)."""
 
 TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -465,7 +464,7 @@ def _scaled(part: str, tensor: torch.Tensor, config: ModelConfig, arch: Architec
     return tensor * scale
 
 
-def stored_type(name: str, shape: torch.Size, kind: str) -> str:
+def stored_type(name: str, shape: torch.Size, kind: str, config: ModelConfig) -> str:
     """Return the type of one tensor in a file of a type: vectors and routers stay in float32, as in llama.cpp's own
     files, and rows that blocks of 32 do not fill are float16."""
     is_matrix = len(shape) >= 2 and not name.endswith(("ffn_gate_inp.weight", "position_embd.weight"))
@@ -473,11 +472,17 @@ def stored_type(name: str, shape: torch.Size, kind: str) -> str:
         return "F32"
     if kind == "q8_0" and shape[-1] % Q8_BLOCK:
         return "F16"
-    return FILE_TYPES[kind][1]
+    return k_type(name, shape[-1], kind, config) if kind in K_TYPES else FILE_TYPES[kind][1]
 
 
 def write_gguf(
-    model: LanguageModel, vocabulary: Vocabulary, path: Path, kind: OwnType, *, name: str = ""
+    model: LanguageModel,
+    vocabulary: Vocabulary,
+    path: Path,
+    kind: str,
+    *,
+    name: str = "",
+    importance: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Write one GGUF file.
 
@@ -485,8 +490,9 @@ def write_gguf(
         model: The model.
         vocabulary: Its tokens, as `vocabulary.express` gives them.
         path: The file.
-        kind: Type of the matrices.
+        kind: Type of the matrices, a name of `FILE_TYPES`.
         name: Name of the model in the file.
+        importance: Of types below 8 bits, weight of each matrix's inputs by its name; None for all alike.
 
     Raises:
         UserError: If the model cannot be expressed, or the `gguf` package is missing.
@@ -504,19 +510,24 @@ def write_gguf(
             _add(writer, f"{arch.name}.{key}", value)
         for key, value in vocabulary.facts.items():
             _add(writer, f"tokenizer.{key}", value)
-        types = {}
+        types, sizes = {}, {}
         for label, tensor in tensors(model):  # their shapes come first in a file
-            number = gguf.GGMLQuantizationType[stored_type(label, tensor.shape, kind)]
+            number = gguf.GGMLQuantizationType[stored_type(label, tensor.shape, kind, model.config)]
             block, size = gguf.GGML_QUANT_SIZES[number]
             row = tensor.shape[-1] // block * size
             types[label] = number
             bytes_ = (*tensor.shape[:-1], row)
-            writer.add_tensor_info(label, bytes_, np.dtype(np.uint8), math.prod(bytes_), raw_dtype=number)
+            sizes[label] = math.prod(bytes_)
+            writer.add_tensor_info(label, bytes_, np.dtype(np.uint8), sizes[label], raw_dtype=number)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for label, tensor in tensors(model):  # one after the other: a copy of all would double the memory
-            data = gguf.quants.quantize(np.ascontiguousarray(tensor.numpy()), types[label])
+            values, number = np.ascontiguousarray(tensor.numpy()), types[label]
+            if kind in K_TYPES and number.name[0] == "Q":
+                data = encode(values, int(number), sizes[label], (importance or {}).get(label))
+            else:
+                data = gguf.quants.quantize(values, number)
             writer.write_tensor_data(data)
     finally:
         writer.close()

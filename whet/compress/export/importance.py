@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -121,39 +119,3 @@ def check(importance: Mapping[str, np.ndarray], shapes: Mapping[str, torch.Size]
             raise UserError(f"imatrix {where}: {name[:80]!r} has {values.size} numbers, expected {want}")
         if not np.isfinite(values).all():
             raise UserError(f"imatrix {where}: {name[:80]!r} has numbers that are not finite")
-
-
-def write(importance: Mapping[str, np.ndarray], path: Path) -> None:
-    """Write an imatrix file, which llama.cpp's tools read, too."""
-    package = gguf.import_gguf()
-    writer = package.GGUFWriter(str(path), "")
-    try:
-        writer.add_type("imatrix")
-        writer.add_array("imatrix.datasets", ["whet"])
-        writer.add_uint32("imatrix.chunk_count", 1)
-        writer.add_uint32("imatrix.chunk_size", 1)
-        for name, values in importance.items():
-            writer.add_tensor(name + SUMS, np.asarray(values, dtype=np.float32).reshape(1, -1))
-            writer.add_tensor(name + COUNTS, np.ones((1, 1), dtype=np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-    finally:
-        writer.close()
-
-
-def as_arguments(api: Any, importance: Mapping[str, np.ndarray]) -> tuple[Any, list[Any]]:
-    """Return llama-cpp-python's array for the quantiser, ended by an empty name, and what must outlive it.
-
-    Args:
-        api: The module `llama_cpp`.
-        importance: The importance.
-    """
-    rows = (api.llama_model_imatrix_data * (len(importance) + 1))()
-    alive: list[Any] = [rows]
-    pointer = partial(ctypes.cast, typ=ctypes.POINTER(ctypes.c_float))
-    for row, (name, values) in zip(rows, importance.items(), strict=False):
-        own = np.ascontiguousarray(values, dtype=np.float32)
-        row.name, row.data, row.size = name.encode(), pointer(own.ctypes.data), own.size
-        alive.append(own)
-    return rows, alive

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from whet.model.text.tokenizer import Tokenizer, byte_letters
@@ -72,6 +72,10 @@ class Vocabulary:
     notes: tuple[str, ...] = ()
     strips: bool = False
 
+    def with_template(self, template: str) -> Vocabulary:
+        """Return it with a chat template; '' for none."""
+        return replace(self, facts={**self.facts, "chat_template": template}) if template else self
+
     def model_name(self, name: str) -> str:
         """Return a name for the model. llama.cpp strips the spaces after special tokens by it: if it has 'phi-3' or
         'phi3' in it, and then it does not load a file without Phi-3's tokens."""
@@ -90,14 +94,13 @@ def leads_with_bos(tokenizer: Tokenizer) -> bool:
     return tokenizer.render([{"role": "user", "content": "a"}]).startswith(tokenizer.token_text(bos))
 
 
-def express(tokenizer: Tokenizer, num_rows: int, stop_ids: Sequence[int], template: str) -> Vocabulary:
+def express(tokenizer: Tokenizer, num_rows: int, stop_ids: Sequence[int]) -> Vocabulary:
     """Express a tokenizer in llama.cpp's terms.
 
     Args:
         tokenizer: The tokenizer.
         num_rows: Rows of the tables in the file; one without a text becomes an unused token.
         stop_ids: Every id that ends a generation.
-        template: Chat template of the file.
 
     Raises:
         UserError: If llama.cpp has no such tokenizer.
@@ -120,8 +123,6 @@ def express(tokenizer: Tokenizer, num_rows: int, stop_ids: Sequence[int], templa
             "prompts of the chat template have no BOS, so llama.cpp puts none before other texts either"
         )
     facts["ggml.add_eos_token"] = False
-    if template:
-        facts["chat_template"] = template
     strips = _strips(data)
     return Vocabulary(facts=facts, notes=(*notes, *more, *_unstripped(data, strips)), strips=strips)
 
