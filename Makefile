@@ -16,6 +16,8 @@ DEV_STAMP := $(VENV)/.installed-dev
 CI_STAMP := $(VENV)/.installed-ci
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.python
+READERS := $(VENV)/readers
+READERS_STAMP := $(READERS)/.installed
 # Nothing is compiled ahead: what is never imported is most of it, and takes as long as the rest of the installation.
 # What is imported is compiled once and kept: in a shell that forbids it, every start of PyTorch takes twice as long.
 unexport PYTHONDONTWRITEBYTECODE
@@ -37,8 +39,9 @@ test: style
 # CI's slow job: all tests, the speed beside the peers against what is committed (docs/results/bench.json), and that
 # kernels are never slower than PyTorch on any instruction set.
 # vLLM draws for a whole run of the demo there: its CPU build, which has a PyTorch of its own, is installed beside.
-slow: lint $(VLLM_STAMP)
-	@[ ! -s $(VLLM_STAMP) ] || export VLLM_PYTHON="$$(cat $(VLLM_STAMP))"; \
+slow: lint $(VLLM_STAMP) $(READERS_STAMP)
+	@export WHET_READERS="$(abspath $(READERS))"; \
+	[ ! -s $(VLLM_STAMP) ] || export VLLM_PYTHON="$$(cat $(VLLM_STAMP))"; \
 	$(BIN)/python -m pytest -n $(JOBS) --slow $(PYTEST_ARGS)
 	@$(BIN)/python bench/isa.py --quick
 	@$(BIN)/python bench/guard.py
@@ -61,6 +64,15 @@ $(VLLM_STAMP):
 	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec && \
 	$(VLLM)/bin/python -c "import vllm" >/dev/null && echo "$(abspath $(VLLM))/bin/python" >$@; } || \
 	echo "vLLM could not be installed: its test will be skipped"
+
+# An older transformers and mlx-lm, which read what `whet export` writes: their files alone, for the rest is there.
+$(READERS_STAMP): $(CI_STAMP)
+	@mkdir -p $(READERS)
+	@$(PIP) --no-deps --target $(READERS)/transformers transformers==4.56.2 tokenizers==0.22.1 huggingface_hub==0.35.3 || \
+	  echo "transformers 4.56 could not be installed: its tests will be skipped"
+	@$(PIP) --no-deps --target $(READERS)/mlx mlx-lm==0.32.2 mlx==0.32.4 mlx-cpu==0.32.4 || \
+	  echo "mlx-lm could not be installed: its tests will be skipped"
+	@touch $@
 
 $(RUN_STAMP): pyproject.toml constraints.txt
 	@$(call make_venv)

@@ -291,6 +291,15 @@ def test_the_older_form_of_ropes_is_transformers_4_s() -> None:
     assert written["rope_local_base_freq"] == 100.0
     assert written["rope_theta"] == both["full_attention"]["rope_theta"]
     assert written["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+    plain = cases.BASE | {
+        "model_type": "glm4",
+        "rope_parameters": cases.THETA | {"partial_rotary_factor": 0.5},
+    }
+    written = to_hf(from_hf(plain), bos_id=1, eos_ids=(2,), dtype="float32")
+    assert written["rope_scaling"] is None  # mlx-lm's GLM-4.5 asks for the key
+    short = cases.CASES["lfm2"].config | {"model_type": "lfm2"}
+    written = to_hf(from_hf(short), bos_id=1, eos_ids=(2,), dtype="float32")
+    assert written["block_dim"] == short["hidden_size"]  # mlx-lm's LFM2 asks for it
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])

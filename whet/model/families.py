@@ -1224,9 +1224,13 @@ def _with_older_keys(found: dict[str, Any]) -> dict[str, Any]:
     more: dict[str, Any] = {}
     if inner.get("model_type", "").startswith("qwen"):
         more["num_experts"] = inner.get("num_local_experts")
+    if inner.get("model_type") == "lfm2":
+        more["block_dim"] = inner.get("hidden_size")
     if isinstance(given, dict):
         more |= _older_rope(given, inner.get("model_type", ""))
     own = {name: value for name, value in more.items() if value is not None and inner.get(name) is None}
+    if isinstance(given, dict) and "rope_scaling" not in inner | own:
+        own["rope_scaling"] = None  # mlx-lm does not read GLM-4.5 without it
     if not own:
         return found
     older = found | {"text_config": inner | own} if "text_config" in found else found | own
