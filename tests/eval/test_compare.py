@@ -546,3 +546,13 @@ def test_runs_are_compared_on_the_task_that_they_were_trained_on(
     assert "evaluated on arithmetic/test, as trained" in capsys.readouterr().out
     stored = json.loads((tmp_path / "out/compare.json").read_text())
     assert len(stored["uids"]) == 200
+
+
+@pytest.mark.parametrize(
+    "identity", [7, "x", [1], {"protocol": 7}, {"protocol": [1]}, {"protocol": {"date": 7}}]
+)
+def test_an_identity_of_somebody_s_own_is_one_line(identity: Any, tmp_path: Path) -> None:
+    odd = evaluation(tmp_path / "odd", [1, 0], identity=identity)
+    sound = evaluation(tmp_path / "sound", [1, 0])
+    with pytest.raises(UserError):
+        run(tmp_path / "out", odd, sound)

@@ -590,13 +590,19 @@ def _is_plain(config: CompareConfig, policies: Sequence[PolicyConfig]) -> bool:
     return all(policy.is_plain for policy in loaded)
 
 
+def _written(content: Any, *names: str) -> str:
+    """Return a text below names within names; '' where a file of somebody's own has something else there."""
+    for name in names:
+        content = content.get(name) if isinstance(content, Mapping) else None
+    return content if isinstance(content, str) else ""
+
+
 def _date(places: Sequence[str]) -> str:
     """Return the date that the prompts of a run or evaluation among the models were written with; '' where their
     templates have none. What is evaluated later is asked on the same day."""
     for place in places:
         if _is_evaluation(place):
-            protocol = read_json(user_path(place) / "eval.json").get("identity", {}).get("protocol", {})
-            found = str(protocol.get("date", ""))
+            found = _written(read_json(user_path(place) / "eval.json"), "identity", "protocol", "date")
         else:
             found = written_date(user_path(place))
         if found:
