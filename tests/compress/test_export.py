@@ -161,6 +161,7 @@ def chat_model(place: Path, template: str | None = CHATML, *, rows: int = SHAPE.
     return place
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "to", ["hf", pytest.param("gguf", marks=needs_gguf), pytest.param("ollama", marks=needs_gguf)]
 )

@@ -92,6 +92,7 @@ def interrupt(whole: Path, folder: Path, size: int, num_chunks: int, torn: bytes
     ).unlink()  # it holds the hash of the config, in which the name of the folder stands
 
 
+@pytest.mark.ci
 def test_every_kind_of_cut_is_mended(
     tiny_policy: PolicyConfig,
     tmp_path: Path,

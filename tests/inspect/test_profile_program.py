@@ -250,6 +250,7 @@ def test_memory_of_a_phase_by_hand() -> None:
     }
 
 
+@pytest.mark.ci
 def test_memory_is_that_of_the_tensors_alive(tmp_path: Path) -> None:
     """Against the meter of `whet plan`, which counts operators' results; the allocator sees what is inside, too."""
     policy = load_policy(POLICY, seed=0)

@@ -139,6 +139,7 @@ def test_memory_is_that_of_a_step_of_longest_sequences(stack: ExitStack, few_pro
     assert again["train"] < 0.9 * peaks["train"]
 
 
+@pytest.mark.ci
 def test_longest_completions_are_not_ended_early(stack: ExitStack, few_problems: None) -> None:
     recipe = rl_config(OWN, Path("unused"))
     steps = Reinforcement(recipe, stack)

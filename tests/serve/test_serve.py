@@ -379,6 +379,7 @@ def replies(server: Running, body: dict[str, Any]) -> list[tuple[str, str, str |
     return [*found, (thinking, content, reason)]
 
 
+@pytest.mark.ci
 def test_a_stop_string_is_looked_for_in_the_content_alone(server: Running, twin: Policy) -> None:
     """A client that does not see the thinking does not stop it; the row of a completion that ended is free."""
     asked = messages("1+1=")

@@ -134,6 +134,7 @@ def test_other_state_is_refused(tmp_path: Path) -> None:
         assert OTHER["shape"] in text
 
 
+@pytest.mark.ci
 def test_a_lost_part_is_not_taken_for_zeros(tmp_path: Path) -> None:
     (folder,) = folders(tmp_path, 1)
     run_ranks(2, save, str(folder))

@@ -121,6 +121,7 @@ def test_forms_of_json(form: Any, data: bytes, tmp_path: Path) -> None:
     assert len(source) < 25_000  # rows of samples.jsonl hold it
 
 
+@pytest.mark.ci
 def test_parquet_as_the_hub_writes_it(tmp_path: Path) -> None:
     """By the real package: a column of images, a list of them, and none; the files' own bytes come back."""
     datasets: Any = pytest.importorskip("datasets")

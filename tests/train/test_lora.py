@@ -391,6 +391,7 @@ def test_rl_trains_adapters_alone_on_policy_and_resumes_exactly(base: Path, tmp_
     assert [(step / name).read_bytes() for name in names] == wanted
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("few_problems")
 @pytest.mark.usefixtures("few_problems")
 def test_rl_on_a_quantised_base_is_on_policy_and_read_with_that_base(base: Path, tmp_path: Path) -> None:

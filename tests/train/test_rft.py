@@ -260,6 +260,7 @@ def test_adapters_alone_are_trained_and_resume_exactly(
     assert whole == resumed
 
 
+@pytest.mark.ci
 def test_a_round_that_was_half_written_is_sampled_again(
     halfway: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

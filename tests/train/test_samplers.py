@@ -1156,6 +1156,7 @@ def test_what_a_server_lacks_is_said_in_a_line(
     sampler.close()
 
 
+@pytest.mark.ci
 def test_log_probabilities_of_another_distribution_are_found_before_the_first_step(
     tiny_policy: PolicyConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

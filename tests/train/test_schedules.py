@@ -437,6 +437,7 @@ def test_options_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not seen
 
 
+@pytest.mark.ci
 def test_a_missing_compiler_is_said_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UserError, match="compile_backend = 'inductr': no backend of this PyTorch; expected one of"

@@ -565,6 +565,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     assert [row["sft/skipped"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
+@pytest.mark.ci
 def test_a_step_that_is_not_finite_is_left_out_and_counted(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
