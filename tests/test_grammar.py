@@ -605,6 +605,8 @@ rl demo --task jsonl | task jsonl needs data: give its folder or file with --dat
 eval own --model my-model --data nowhere.csv | check --data
 eval own --model my-model --data gone/rows.csv | 'openai/gsm8k'; check --data
 eval own --model my-model --task choice --data nowhere.csv --dry-run | check --data
+eval own --model my-model --data question.csv | such as 'openai/gsm8k'; did you mean 'questions.csv'?
+eval own --model my-model --task yes_no --data question.csv --dry-run | did you mean 'questions.csv'?
 eval own --model my-model --task nowhere.csv --dry-run | check --task
 compare my-model twin --data asked.jsonl --dry-run | name its column with --eval.task.answer, or compare what
 profile own --of sft --model my-model --data nowhere.csv --dry-run | check --data

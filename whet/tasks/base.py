@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from whet.tasks.made.sanity import Sanity
 from whet.tasks.made.shapes import shapes
 from whet.tasks.math import MATH
 from whet.tasks.mixture import PART, Mixture
-from whet.tasks.read import ENDINGS, is_hub_name
+from whet.tasks.read import ENDINGS, is_hub_name, near_file
 from whet.tasks.sets import HUB_SETS
 from whet.tasks.symbolic import Symbolic
 from whet.tasks.user import UserTask, is_user_task
@@ -243,20 +242,8 @@ def _no_file(name: str) -> str:
     path = Path(name)
     if path.suffix == ".py":
         return f"task.name = {show(name)}: name the class in it, too: {name}:MyTask"
-    near = [other for other in get_close_matches(path.name, _beside(path), n=1, cutoff=0.7) if path.suffix]
-    return (
-        f"task.name = {show(name)}: no such file; did you mean {str(path.parent / near[0])!r}?"
-        if near
-        else ""
-    )
-
-
-def _beside(path: Path) -> list[str]:
-    """Return the names in a path's folder; none where it cannot be read."""
-    try:
-        return sorted(os.listdir(path.parent))
-    except OSError:
-        return []
+    near = near_file(path) if path.suffix else ""
+    return f"task.name = {show(name)}: no such file; {near}" if near else ""
 
 
 def _data_in(name: str) -> tuple[str, str] | None:

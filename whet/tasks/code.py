@@ -31,7 +31,17 @@ from whet.sandbox.jobs import Verdict
 from whet.sandbox.programs import TestResult, TestsVerdict, run_python, run_tests
 from whet.schema import AnswerType
 from whet.tasks.hub import TRAIN, Part, read_hub
-from whet.tasks.read import BadRow, Check, Row, check_split, division, is_hub_name, read_jsonl, select_split
+from whet.tasks.read import (
+    BadRow,
+    Check,
+    Row,
+    check_split,
+    division,
+    is_hub_name,
+    near_file,
+    read_jsonl,
+    select_split,
+)
 from whet.tasks.sets import HUB_SETS
 from whet.types import Problem, UserError, problem_uid
 
@@ -157,7 +167,8 @@ class Code:
         elif is_hub_name(str(path)):
             self._hub = {TRAIN: Part(path=str(path), split=TRAIN)}
         elif not str(path) or not self._path.exists():
-            raise UserError(f"{str(path)!r}: no such file or folder; check --task.path")
+            told = near_file(path) or "check --task.path"
+            raise UserError(f"{str(path)!r}: no such file or folder; {told}")
         if config:
             self._hub = {ours: replace(part, configs=(config,)) for ours, part in self._hub.items()}
         self._max_rows, self._max_bad_rows = max_rows, max_bad_rows

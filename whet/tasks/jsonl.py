@@ -25,6 +25,7 @@ from whet.tasks.read import (
     division,
     first_row,
     is_hub_name,
+    near_file,
     read_file,
     refuse_kind,
     select_files,
@@ -110,7 +111,8 @@ class Jsonl:
         )
         if self._path is None and not is_local and str(path) and not is_hub_name(str(path)):
             raise UserError(
-                f"{str(path)!r}: no such file or folder, and not a hub name such as 'openai/gsm8k'; check --task.path"
+                f"{str(path)!r}: no such file or folder, and not a hub name such as 'openai/gsm8k'; "
+                f"{near_file(path) or 'check --task.path'}"
             )
         if self._path is not None and (config or split):
             option = "config" if config else "split"

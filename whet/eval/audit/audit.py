@@ -475,8 +475,9 @@ def _table(title: str, audit: Audit) -> str:
         if has_math_verify()
         else f"plain text and numbers (for math-verify: {install_command('math')})"
     )
+    known = f" of {_number(audit.maximum)}" if audit.maximum is not None else ", where a reward declares none"
     facts = {
-        "reachable maximum": f"{_number(audit.best)} of {_number(audit.maximum)}",
+        "reachable maximum": f"{_number(audit.best)}{known}",
         "time of a call": f"median {1e6 * median:,.0f} us, at most {1e3 * worst:,.1f} ms",
         "memory of a call": f"at most {audit.peak_bytes / 2**20:.1f} MiB",
         "second verifier": second,

@@ -12,7 +12,17 @@ from whet.model.vision.reading import Urls
 from whet.schema import AnswerType
 from whet.tasks.columns import NONE, image_column, images_of
 from whet.tasks.images import ImageReader
-from whet.tasks.read import BadRow, Row, check_split, division, first_row, read_file, select_files, split_of
+from whet.tasks.read import (
+    BadRow,
+    Row,
+    check_split,
+    division,
+    first_row,
+    near_file,
+    read_file,
+    select_files,
+    split_of,
+)
 from whet.types import Problem, UserError, problem_uid
 
 Item = TypeVar("Item")
@@ -218,7 +228,8 @@ class FromRows:
             UserError: If the path does not exist.
         """
         if not str(path) or not Path(path).exists():
-            raise UserError(f"{str(path)!r}: no such file or folder; check --task.path")
+            told = near_file(path) or "check --task.path"
+            raise UserError(f"{str(path)!r}: no such file or folder; {told}")
         self.name, self.answer_type = name, answer_type
         self._path, self._make, self._judge = Path(path), make, judge
         self._max_bad_rows, self._percent = max_bad_rows, 100 * held_out
