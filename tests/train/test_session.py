@@ -592,7 +592,8 @@ def around(tiny_policy: PolicyConfig, folder: Path, *, higher: bool = False, **c
         saves.append((step, is_best, training))
 
     asked: Any = SimpleNamespace(is_due=due.__contains__, save=save, stop_if_asked=lambda step: None)
-    run.session = asked
+    shown: Any = SimpleNamespace(begin=lambda phase: None)
+    run.session, run.display = asked, shown
     return Around(run, saves, due)
 
 

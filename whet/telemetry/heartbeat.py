@@ -283,7 +283,7 @@ class Heartbeat:
         remedy = (
             "start it again"
             if self._run is None
-            else f"see {shlex.join(['whet', 'doctor', 'hang', str(self._run)])!r}, and continue with --resume"
+            else f"see 'whet doctor hang {self._run}', and continue with --resume"
         )
         return f"rank {self._rank} hangs: {reason}; {stacks}; {remedy}"
 
