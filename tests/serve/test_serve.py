@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import re
 import signal
 import socket
@@ -1189,6 +1190,93 @@ def test_the_harness_measures_what_the_trainer_measures(
     prompt = chat_prompt(twin, [{"role": "user", "content": "hi"}])
     (raw,) = by_the_engine(twin, prompt, 1, SamplingParams(temperature=0, max_new_tokens=30))
     assert reply == split(raw)[1]
+
+
+TASKS = {
+    "pick": """
+output_type: multiple_choice
+doc_to_choice: choices
+doc_to_target: gold
+target_delimiter: ""
+metric_list: [{metric: acc}]
+""",
+    "write": """
+output_type: generate_until
+doc_to_target: "{{said}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 40, temperature: 0}
+metric_list: [{metric: exact_match}]
+""",
+    "reply": """
+output_type: generate_until
+doc_to_target: "{{replied}}"
+generation_kwargs: {until: ["~~"], max_gen_toks: 40, temperature: 0}
+metric_list: [{metric: exact_match}]
+""",
+}
+"""Tasks of lm_eval, of one local file."""
+
+
+def run_harness(folder: Path, model: str, tasks: str, *more: str, **fields: str) -> tuple[Any, Path]:
+    """Run the program lm_eval; return what it reports, and where its samples are."""
+    fields |= {"model": NAME, "num_concurrent": "2"}
+    words = ["--model", model, "--tasks", tasks, "--include_path", str(folder), "--log_samples", *more]
+    words += [
+        "--model_args",
+        ",".join(f"{k}={v}" for k, v in fields.items()),
+        "--output_path",
+        str(folder / model),
+    ]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "home")}
+    environment = os.environ | offline | {"OPENAI_API_KEY": "x"}
+    done = subprocess.run(
+        [sys.executable, "-m", "lm_eval", *words],
+        env=environment, cwd=folder, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = (folder / model).rglob("results_*.json")
+    return json.loads(found.read_text())["results"], found.parent
+
+
+@pytest.mark.slow
+@needs("lm_eval")
+def test_the_whole_harness_reports_what_whet_measures(server: Running, twin: Policy, tmp_path: Path) -> None:
+    """The program itself, unchanged: of five rows three are right by whet's own likelihoods and texts."""
+    greedy = SamplingParams(temperature=0, max_new_tokens=40)
+    choices, rows, sums = [" four", " five", "!"], [], []
+    for n in range(99):
+        question, is_right = f"Question {n}: {n}+{n}=", len(rows) < 3
+        prompt = list(question.encode())
+        (said,) = by_the_engine(twin, tuple(prompt), 1, greedy)
+        asked = chat_prompt(twin, [{"role": "user", "content": question}])
+        reply = split(by_the_engine(twin, asked, 1, greedy)[0])[1]
+        said = said.partition("\n")[0]
+        if len(rows) == 5 or not reply or not said.strip() == said != "":
+            continue
+        ids = [prompt + list(choice.encode()) for choice in choices]
+        sums.append([sum(trainer_scores(twin, row, len(prompt))) for row in ids])
+        gold = (sums[-1].index(max(sums[-1])) + (not is_right)) % 3
+        texts = {"said": said, "replied": reply} if is_right else {"said": "other", "replied": "other"}
+        rows.append({"question": question, "choices": choices, "gold": gold, **texts})
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    for name, task in TASKS.items():
+        data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path / 'rows.json'}}}}}\n"
+        heads = f'task: {name}\n{data}test_split: test\ndoc_to_text: "{{{{question}}}}"\n'
+        (tmp_path / f"{name}.yaml").write_text(heads + task)
+    twin.tokenizer.save(tmp_path / "tokenizer")
+    found, samples = run_harness(
+        tmp_path, "local-completions", "pick,write",
+        base_url=f"{server.url}{TEXT}", tokenizer=str(tmp_path / "tokenizer"), max_length="512",
+    )  # fmt: skip
+    assert found["pick"]["acc,none"] == found["write"]["exact_match,none"] == 0.6
+    (path,) = samples.glob("samples_pick_*.jsonl")
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        own = [float(resp[0][0]) for resp in row["resps"]]
+        assert own == pytest.approx(sums[row["doc_id"]], abs=1e-4)
+    found, _ = run_harness(
+        tmp_path, "local-chat-completions", "reply", "--apply_chat_template", base_url=f"{server.url}{CHAT}"
+    )
+    assert found["reply"]["exact_match,none"] == 0.6
 
 
 # --- the program -----------------------------------------------------------------------------------------------

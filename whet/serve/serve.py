@@ -39,9 +39,9 @@ BACKLOG = 128
 """Connections waiting to be accepted. A client that connects and leaves 1,500 times a second keeps the queue full of
 connections that are gone; with uvicorn's 2,048 places, everyone else waits a second behind them."""
 SWITCH_S = 0.0005
-"""Seconds that a thread keeps Python's lock while another waits for it. The thread that draws tokens releases it at
-each of PyTorch's operations, ten to a hundred times a step: with Python's 5 ms, clients that keep the other threads
-busy leave it five tokens a second."""
+"""Seconds that a thread keeps Python's lock while another waits for it. The thread that draws tokens releases it for
+each of PyTorch's longer operations, several times a step, and waits for it as often beside threads that are busy with
+requests: 5 ms each time with Python's own setting."""
 KEY_VARIABLE = "WHET_API_KEY"
 TRIES = 4
 """How often the model is asked for a move of chess where nothing that it wrote is legal."""
