@@ -127,8 +127,8 @@ def test_the_next_lines_of_a_run_work_as_they_stand(
         line.startswith(("whet compare model run", "whet rl own --reward-model run")) for line in lines
     )
     for line in lines:
-        more = next_lines(out) if "next: " in (out := said(capsys, small(line))) else []
-        for again in more:  # of an RL run by the reward model
+        out = said(capsys, small(line))
+        for again in next_lines(out) if line.startswith("whet rl own") else []:  # by the reward model
             said(capsys, small(again))
 
 
