@@ -363,7 +363,8 @@ def _spelt(cls: type[Any], given: Sequence[tuple[str, list[str]]]) -> dict[str, 
         if last == "name":  # data in a task's place; with a task's name, its data stands after --data
             is_task = texts and texts[0] in unwrap(groups(cls)[group])[0].KNOWN
             found = {f"{part}.path": "--data" if is_task else option for part in (group, "task")} | found
-    return found
+    whole = {option[2:].replace("-", "_") for option, _ in given if option not in SHORT}
+    return {name: option for name, option in found.items() if not whole & {name, f"eval.{name}"}}
 
 
 _TOLD = re.compile(r"(?<![\w./-])(--)?([a-z][\w-]*(?:\.[\w-]+)*)( = )?(?![\w/])")
