@@ -194,6 +194,7 @@ def test_plain_comparison(answer: str, gold: str, expected: bool) -> None:
     assert plain_equal(answer, gold) is expected
 
 
+@pytest.mark.ci
 def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = AuditConfig(out=str(tmp_path / "a"), num_problems=3)
     main(config)

@@ -352,6 +352,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(COMMANDS, "profile", Command(load=lambda: program, help="profile"))
 
 
+@pytest.mark.ci
 def test_the_program_writes_its_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: None
 ) -> None:

@@ -290,6 +290,7 @@ def cost(run: dict[str, Any]) -> float:
     return seconds * (1 if optim["precision"] == "float32" else 0.5)
 
 
+@pytest.mark.ci
 def test_the_best_is_found_and_can_be_pasted(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: None
 ) -> None:

@@ -88,7 +88,7 @@ def unequal(how: str) -> Any:
     return all_reduce_max(1.0) if rank() else barrier()
 
 
-@pytest.mark.some(1)
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("how", "said"),
     [

@@ -12,6 +12,7 @@ def check(*words: str) -> int:
     return cli.guard(lambda: doctor.main(parsed.config))
 
 
+@pytest.mark.ci
 def test_contained_attacks_end_with_status_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert check("sandbox", "--only", "network") == 0
     printed = capsys.readouterr().out

@@ -49,6 +49,7 @@ def test_formulas_are_decided_by_math_verify(tmp_path: Path) -> None:
     assert plain.is_correct(integral, r"\frac{1}{3}") is False  # type: ignore[attr-defined]
 
 
+@pytest.mark.ci
 def test_hostile_answers_cost_one_deadline_together(tmp_path: Path) -> None:
     pytest.importorskip("math_verify")
     task, (integral, *_) = load(tmp_path, symbolic=True)

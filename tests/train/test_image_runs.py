@@ -252,6 +252,7 @@ def work(folder: str, jobs: list[tuple[str, str]]) -> None:
         equal.run(program, layout, Path(folder) / "base", Path(folder) / layout / program)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "jobs",
     [

@@ -53,7 +53,7 @@ def float64_islands() -> Iterator[None]:
         yield
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(6)
 @pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize(("name", "dtype"), CELLS)
 def test_the_step_is_the_definition_however_it_is_cut(name: str, dtype: torch.dtype) -> None:

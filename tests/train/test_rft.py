@@ -112,6 +112,7 @@ def test_the_tokens_that_are_trained(halfway: Any, tmp_path: Path, monkeypatch: 
     assert first != second
 
 
+@pytest.mark.ci
 def test_the_run_folder(halfway: Any, tmp_path: Path) -> None:
     config = make_config(halfway, tmp_path / "run", steps_per_round=25, validation_problems=0)
     main(config)
@@ -304,6 +305,7 @@ def test_wrong_settings(wrong: dict[str, Any], message: str, tiny_policy: Policy
         RFTConfig(out="x", policy=tiny_policy, **wrong)
 
 
+@pytest.mark.ci
 def test_a_mistake_is_one_line(
     tiny_policy: PolicyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

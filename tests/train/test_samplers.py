@@ -462,6 +462,7 @@ def behind(stand_in: S, monkeypatch: pytest.MonkeyPatch) -> S:
     return stand_in
 
 
+@pytest.mark.ci
 def test_vllm_is_asked_for_what_is_trained_on(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1172,6 +1173,7 @@ def test_log_probabilities_of_another_distribution_are_found_before_the_first_st
         probe_policy(policy, warm, ServerSampler(VLLM, policy))
 
 
+@pytest.mark.ci
 def test_a_copy_that_keeps_old_weights_stops_the_run(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
