@@ -702,6 +702,7 @@ def test_the_battery_has_eighty_inputs() -> None:
     assert len(BAD.strip().splitlines()) >= 80
 
 
+@pytest.mark.some(70)
 @pytest.mark.usefixtures("few_problems")
 @pytest.mark.parametrize("line", BAD.strip().splitlines())
 def test_a_bad_input_is_one_line(line: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:

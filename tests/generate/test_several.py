@@ -82,6 +82,7 @@ def draw(policy: Policy, names: list[str], *, named: bool) -> list[list[Completi
     return policy.engine(stops=False).generate(requests, SamplingParams(max_new_tokens=9))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("dtype", "threads", "quantize", "last"),
     [

@@ -359,6 +359,7 @@ def test_masks_of_public_templates_are_those_of_transformers(name: str) -> None:
 ALIKE = ("qwen2_5", "qwen3_instruct_2507", "qwen3_vl", "lfm2", "llama3", "gemma3", "cohere")
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", ALIKE)
 def test_rendering_prefixes_finds_what_blocks_mark(name: str) -> None:
     control = BLOCKS[f"{name}_training"]

@@ -198,6 +198,7 @@ class TestStories:
             assert ids.count(1) == 1
 
 
+@pytest.mark.some(6)
 @needs_shared
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, BLOCKS, BASE_TEMPLATE, PLAIN_TEMPLATE])
 @pytest.mark.parametrize("messages", [MESSAGES, MESSAGES[1:]])

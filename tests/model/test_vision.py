@@ -113,6 +113,7 @@ def test_positions_are_theirs_up_to_one_shift(case, name):
     assert ours.min() >= 0
 
 
+@pytest.mark.some(3)
 def test_an_image_has_the_same_bits_in_any_company(case):
     alone = cases.prompt(case, ["a", (40, 56), "bc"])
     many = [cases.prompt(case, PROMPTS[name]) for name in PROMPTS]
@@ -149,6 +150,7 @@ def test_a_shared_prompt_has_the_bits_of_a_whole_sequence(case):
             assert torch.equal(packed[:start], alone[:start])
 
 
+@pytest.mark.some(3)
 def test_features_are_kept_until_the_tower_changes(case):
     model, _ = load_model(case.folder)
     ids = torch.tensor(cases.prompt(cases.Case("", model, None, None, case.folder), ["a", (32, 32), "b"]).ids)
@@ -269,6 +271,7 @@ def test_two_threads_that_make_the_same_count_it_once(case):
     assert store._num_bytes == other.nbytes
 
 
+@pytest.mark.some(3)
 def test_a_folder_is_written_as_it_was_read(case, tmp_path: Path):
     save_model(case.model, tmp_path)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path, case.folder))
@@ -554,6 +557,7 @@ def test_gradients_are_finite_differences(case):
         assert abs((sides[0] - sides[1]) / 2e-5 - slope) < 1e-4 * max(1.0, abs(slope))
 
 
+@pytest.mark.some(2)
 # Any other warning is an error: peft warns of tensors that are missing.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "gemma3", "smolvlm"])

@@ -250,6 +250,7 @@ def test_curves_come_once_and_a_deleted_run_says_so(site: Site) -> None:
     assert "no run in this folder" in site.get("/")[2]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("path", "message"),
     [

@@ -568,6 +568,7 @@ def test_long_prompts_are_served_as_the_engine_generates(
     assert [token.logprob for token in scored] == [None, *trained.tolist()]
 
 
+@pytest.mark.some(4)
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize(
     "params",

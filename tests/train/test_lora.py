@@ -329,6 +329,7 @@ def with_random_sides(
     return policy
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(
     ("dtype", "autocast", "lora", "threads", "quantize"),
     [

@@ -332,6 +332,7 @@ def test_a_run_that_was_cut_ends_bitwise_the_same(options: dict[str, Any], dtype
         assert torch.equal(tensor, optimizer.tensors()[name]), name
 
 
+@pytest.mark.some(3)
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [32, 8])
@@ -613,6 +614,7 @@ LOW: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.some(6)
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize(
     "dtype",

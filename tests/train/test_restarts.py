@@ -87,6 +87,7 @@ CASES = [
 ]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(("ends", "limit", "status", "starts", "said"), CASES)
 def test_what_is_started_again(
     ends: list[tuple[int, int]],

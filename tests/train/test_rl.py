@@ -134,6 +134,7 @@ def test_the_ratio_is_exactly_one_at_every_step(
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("uninformative", ["keep", "drop"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_denominators(

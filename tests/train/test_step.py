@@ -284,6 +284,7 @@ def recomputing(
     return model, begun
 
 
+@pytest.mark.some(10)
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
