@@ -26,10 +26,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from whet.compress.export import export as program
 from whet.compress.export import parity
 from whet.compress.export.export import ExportConfig, export
-from whet.compress.export.gguf import Q8_BLOCK, read_back, stored_type
+from whet.compress.export.gguf import Q8_BLOCK, stored_type
 from whet.compress.export.vocabulary import PATTERNS
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.families import from_hf
+from whet.model.gguf import read_back
 from whet.model.parts import Linear
 from whet.model.text.template import BASE_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer

@@ -24,6 +24,8 @@ from seeing import save_model as save_seeing
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from whet import __main__
+from whet.compress.export.gguf import write_gguf
+from whet.compress.export.vocabulary import express
 from whet.generate.engine import Engine
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.config import ModelConfig
@@ -49,7 +51,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-KINDS = ("text", "seeing", "adapter", "seeing_adapter", "quantised", "chat", "base")
+KINDS = ("text", "seeing", "adapter", "seeing_adapter", "quantised", "chat", "base", "chat.gguf")
 SEEING = ("seeing", "seeing_adapter")
 BLIND = tuple(kind for kind in KINDS if kind not in SEEING)
 
@@ -94,6 +96,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_adapter(where / "seeing", where / "seeing_adapter")
     make_foreign(where / "chat", ["<|im_start|>", "<|im_end|>"], CHATML)
     make_foreign(where / "base", ["<|endoftext|>"], None)
+    chat = load_policy(PolicyConfig(init=str(where / "chat")), seed=0)
+    vocabulary = express(chat.tokenizer, chat.tokenizer.vocab_size, chat.stop_ids).with_template(CHATML)
+    write_gguf(chat.model, vocabulary, where / "chat.gguf", "f32")
     images = [uri(9), uri(30, 200), uri(1, 9, 70)]
     (where / "images").mkdir()
     (where / "images/one.png").write_bytes(png(images[1]))
@@ -383,7 +388,12 @@ ROWS = {
     ),
     "serve": Row("serve MODEL --dry-run", rehearsed, cheap=True),
     "export": Row("export MODEL --to hf --dtype f32 --num-prompts 2 --max-new-tokens 3 --out OUT", exported),
-    "push": Row("push MODEL me/x --dry-run", rehearsed, cheap=True),
+    "push": Row(
+        "push MODEL me/x --dry-run",
+        rehearsed,
+        {"chat.gguf": "is a file, expected a run or a folder"},
+        cheap=True,
+    ),
     "quantize": Row(
         "quantize MODEL --task jsonl --task.path DATA --num-calibration 2 --num-held-out 2 --num-problems 0 "
         "--methods rtn --sampling.max-new-tokens 3 --random-seeds 0 --out OUT",
@@ -465,13 +475,15 @@ def test_it_works_or_is_refused_before_anything_is_computed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(home)
+    monkeypatch.setattr("whet.model.gguf.cache_folder", lambda: home / "cache")
     out = tmp_path / "out"
     if "TWIN" in row.line:
-        shutil.copytree(home / kind, tmp_path / "twin")
+        copy = shutil.copytree if (home / kind).is_dir() else shutil.copyfile
+        copy(home / kind, tmp_path / f"twin{Path(kind).suffix}")
     base = kind.removesuffix("_adapter") if kind != "adapter" else "text"
     filled = {
         "MODEL": kind,
-        "TWIN": str(tmp_path / "twin"),
+        "TWIN": str(tmp_path / f"twin{Path(kind).suffix}"),
         "BASE": base,
         "OUT": str(out),
         "DATA": "seen.jsonl" if kind in SEEING else "rows.jsonl",

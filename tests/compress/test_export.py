@@ -30,6 +30,7 @@ from whet.compress.export.vocabulary import CONTROL, USER_DEFINED, Vocabulary, e
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.config import ModelConfig, RopeScaling
 from whet.model.families import from_hf
+from whet.model.gguf import read_back
 from whet.model.quant import packed_parts
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
@@ -562,7 +563,7 @@ def test_phi_3_has_one_tensor_of_gate_and_up_and_two_of_factors(tmp_path: Path) 
     assert facts["context_length"] == 64  # the short factors end there
     vocabulary = express(Tokenizer.bytes(), model.num_valid_tokens, ()).with_template("T")
     gguf.write_gguf(model, vocabulary, tmp_path / "m.gguf", "f32", name="my-Phi-3.5")
-    again = dict(gguf.read_back(tmp_path / "m.gguf", model))
+    again = dict(read_back(tmp_path / "m.gguf", model))
     assert all(again[name].equal(parameter) for name, parameter in model.named_parameters())
     import gguf as package
 
@@ -750,7 +751,7 @@ def test_a_file_read_back_is_the_model_but_for_rounding(kind: str, tmp_path: Pat
     assert reader.get_field("llama.attention.head_count_kv").contents() == 2
     table = next(t for t in reader.tensors if t.name == "token_embd.weight")
     assert list(table.shape) == [32, policy.tokenizer.vocab_size]
-    for name, tensor in gguf.read_back(tmp_path / "m.gguf", policy.model):
+    for name, tensor in read_back(tmp_path / "m.gguf", policy.model):
         own = policy.model.get_parameter(name).detach()
         largest = own.abs().amax(-1, keepdim=True)
         bound = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127 + 2**-11}[kind]
@@ -882,7 +883,7 @@ def test_fewer_bits_by_llama_cpp_s_quantiser(tmp_path: Path) -> None:
         assert report["runtime"]["kl"] < 2 * report["stored"]["kl"] + 1e-3
         model = load_policy(PolicyConfig(init=str(tmp_path / "wide"), device="cpu"), seed=0).model
         label = "model.layers.0.self_attn.q_proj.weight"
-        stored = dict(gguf.read_back(tmp_path / f"q4{name}/model.gguf", model))[label]
+        stored = dict(read_back(tmp_path / f"q4{name}/model.gguf", model))[label]
         errors[name] = (stored - model.get_parameter(label)).detach()[:, :16].square().mean().item()
     assert errors["one"] < 0.85 * errors[""]
 

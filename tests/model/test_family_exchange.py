@@ -28,8 +28,9 @@ from whet.model.lora.adapter import EXPERT_ENDS
 from whet.model.lora.files import read_adapter
 from whet.model.lora.side import LoRAConfig, targets_of
 from whet.model.lora.trained import Base, Trained
+from whet.model.names import module_name, own_names
 from whet.model.transformer import LanguageModel
-from whet.model.weights import build_model, load_model, module_name, own_names
+from whet.model.weights import build_model, load_model
 
 needs_peft = needs("peft")
 

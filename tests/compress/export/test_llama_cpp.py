@@ -22,6 +22,7 @@ from whet.compress.export.runtimes import LlamaCpp
 from whet.compress.export.vocabulary import PATTERNS, express
 from whet.generate.policy import Policy
 from whet.model.families import from_hf
+from whet.model.gguf import read_back
 from whet.model.lora.adapter import Adapter, LoRAPair
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
@@ -51,7 +52,7 @@ def test_rounded_weights_have_nearly_our_probabilities(kind: Any, bound: float, 
     model, path = make("qwen3"), tmp_path / "m.gguf"
     gguf.write_gguf(model, express(Tokenizer.bytes(), 258, (256,)), path, kind)
     with torch.no_grad():
-        for name, stored in gguf.read_back(path, model):
+        for name, stored in read_back(path, model):
             model.get_parameter(name).copy_(stored)
     assert difference(model, path) < bound  # what llama.cpp's products round, beyond the weights
 

@@ -27,6 +27,7 @@ from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.install import install_command
 from whet.model.families import from_hf
 from whet.model.files import read_json
+from whet.model.gguf import read_back
 from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter
 from whet.model.lora.files import BASE, find_model
 from whet.model.quant import dequantize, packed_parts
@@ -538,7 +539,7 @@ def _read_again(config: ExportConfig, policy: Policy, artefact: Path) -> Policy:
     if config.to in ("gguf", "ollama"):
         model = policy.model  # its own weights are in the reference: a copy would double the memory
         with torch.no_grad():
-            for name, stored in gguf.read_back(artefact, model):
+            for name, stored in read_back(artefact, model):
                 model.get_parameter(name).copy_(stored)
     else:
         model, _ = load_model(artefact)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,27 @@ import torch
 
 from whet.compress.export.kquants import K_TYPES, encode, k_type
 from whet.compress.export.vocabulary import Vocabulary
-from whet.install import install_command
 from whet.model.config import STORED, Block, ModelConfig, Rope
 from whet.model.families import rope_parameters
+from whet.model.gguf import (
+    ARCHITECTURES,
+    EMBEDDINGS,
+    FACTORS,
+    FUSED,
+    HEAD,
+    LAYER,
+    NO_CAP,
+    PERMUTED,
+    SANDWICHED,
+    TABLES,
+    TOP,
+    Architecture,
+    import_gguf,
+    model_type,
+    neighbours,
+    scaled,
+    split_name,
+)
 from whet.model.keys import Keys
 from whet.model.lora.adapter import Adapter
 from whet.model.transformer import LanguageModel
@@ -31,119 +49,6 @@ FILE_TYPES: dict[str, tuple[int, str]] = {"f32": (0, "F32"), "f16": (1, "F16"), 
 FILE_TYPES |= {"q8_0": (7, "Q8_0")} | K_TYPES
 """Number of the whole file's type, and name of its matrices' type."""
 Q8_BLOCK = 32
-PERMUTED = ("llama", "granite", "smollm3")
-"""Architectures that turn channels 2 i and 2 i + 1 together: rows of q and k are sorted for it."""
-FACTORS: dict[str, tuple[str, ...]] = {"llama": ("rope_freqs",), "granite": ("rope_freqs",)}
-FACTORS["phi3"] = ("rope_factors_long", "rope_factors_short")
-"""Tensors in which an architecture reads a divisor of each rotary frequency. Phi-3 has them for contexts longer and
-shorter than the original; whet has one of the two for all, and writes it as both."""
-FUSED = ("phi3",)
-"""Architectures whose gate and up projections are one tensor, `ffn_up`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """What llama.cpp computes for one of its architectures."""
-
-    name: str
-    """Its name there."""
-    flags: frozenset[str] = frozenset()
-    """Fields of `Block` that it has an equivalent of; any other that is not the default is refused."""
-    has_sandwich: bool = False
-    """Whether norms follow attention and the feed-forward part, beside those before."""
-    window_every: int = 0
-    """One layer of so many sees all positions, the others a window; 0 where all see all."""
-    biases: frozenset[str] = frozenset()
-    """Parts of a layer that may have biases."""
-    is_square: bool = False
-    """Whether heads times head_dim is the width."""
-    has_part_ropes: bool = False
-    """Whether a part of each head's channels may turn, the first ones."""
-    is_tied: bool = False
-    """Whether the head is the table of embeddings: a file with another one does not load."""
-    wide_layers: int = 0
-    """Number of layers at which scores are divided by sqrt(width / heads) in place of sqrt(head_dim)."""
-
-
-ROPES = frozenset({"ropes", "layers"})
-EXPERTS = ROPES | {"experts", "expert_names"}
-GEMMA = ROPES | {"norm_offset", "embedding_scale", "activation"}
-GEMMA2 = GEMMA | {"norms", "query_scale", "attention_cap", "logit_cap"}
-SCALES = frozenset({"query_scale", "embedding_scale", "residual_scale", "logit_scale"})
-ATTENTION = frozenset({"q_proj", "k_proj", "v_proj"})
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(name="llama", flags=ROPES, biases=ATTENTION | {"o_proj", "mlp"}),
-    "mistral": Architecture(name="llama", flags=ROPES),
-    "mixtral": Architecture(name="llama", flags=EXPERTS),
-    "qwen2": Architecture(name="qwen2", flags=ROPES, biases=ATTENTION, is_square=True),
-    "qwen3": Architecture(name="qwen3", flags=ROPES),
-    "qwen3_moe": Architecture(name="qwen3moe", flags=EXPERTS | {"qk_norm"}),
-    "smollm3": Architecture(name="smollm3", flags=ROPES),
-    "phi3": Architecture(name="phi3", flags=ROPES, is_square=True, has_part_ropes=True),
-    "granite": Architecture(name="granite", flags=ROPES | SCALES, biases=frozenset({"o_proj", "mlp"})),
-    "gemma": Architecture(name="gemma", flags=GEMMA, is_tied=True),
-    "gemma2": Architecture(
-        name="gemma2", flags=GEMMA2, has_sandwich=True, window_every=2, wide_layers=46, is_tied=True
-    ),
-    "gemma3_text": Architecture(
-        name="gemma3", flags=GEMMA2 | {"qk_norm"}, has_sandwich=True, window_every=6, wide_layers=62
-    ),
-    "gpt2": Architecture(name="gpt2"),
-}
-"""By model_type: what was checked in llama.cpp (tests/compress/export)."""
-
-TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-    "transformer.wte.weight": "token_embd.weight",
-    "transformer.wpe.weight": "position_embd.weight",
-    "transformer.ln_f.weight": "output_norm.weight",
-    "transformer.ln_f.bias": "output_norm.bias",
-}
-NO_CAP = 1e6
-"""A cap that does nothing: c tanh(x / c) is x in float32."""
-EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
-TABLES = ("model.embed_tokens.weight", "lm_head.weight", "transformer.wte.weight")
-LAYER = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "ln_1": "attn_norm",
-    "ln_2": "ffn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-}
-SANDWICHED = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-
-
-def import_gguf() -> Any:
-    """Import the `gguf` package; UserError says how to install it."""
-    try:
-        import gguf
-    except ImportError:
-        raise UserError(f"GGUF is written through the gguf package: {install_command('gguf')}") from None
-    return gguf
-
-
-def model_type(config: ModelConfig) -> str:
-    """Return the name that config.json has for a model's family."""
-    return json.loads(config.source or "{}").get("model_type", config.family)
 
 
 def architecture(config: ModelConfig) -> Architecture:
@@ -359,7 +264,7 @@ def check_names(model: LanguageModel) -> None:
     for name, _ in model.named_parameters():
         if name in TOP:
             continue
-        _, part, end = _split(name)
+        _, part, end = split_name(name)
         if part == "mlp.experts":
             continue
         if part not in names:
@@ -393,7 +298,7 @@ def tensors(model: LanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
             # Rows that are no token's are left out: whet never draws them, and llama.cpp would.
             yield TOP[name], tensor[: model.num_valid_tokens] if name in TABLES else tensor
             continue
-        layer, part, end = _split(name)
+        layer, part, end = split_name(name)
         if arch.name in FUSED and part == "mlp.gate_proj":
             continue  # beside `up_proj`
         if arch.name in FUSED and part == "mlp.up_proj":
@@ -406,7 +311,7 @@ def tensors(model: LanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
             tensor = tensor.t().contiguous()
         if arch.name in PERMUTED and part in ("self_attn.q_proj", "self_attn.k_proj"):
             tensor = neighbours(tensor, config.head_dim)
-        tensor = _scaled(part, tensor, config, arch)
+        tensor = scaled(part, tensor, config, arch)
         yield f"blk.{layer}.{names[part]}.{end}", tensor
 
 
@@ -419,7 +324,7 @@ def labels(model: LanguageModel) -> dict[str, str]:
         if name in TOP:
             found[name] = TOP[name]
             continue
-        layer, part, end = _split(name)
+        layer, part, end = split_name(name)
         is_joined = arch.name in FUSED and part == "mlp.gate_proj"
         if parameter.dim() == 2 and part in names and not is_joined:
             found[name] = f"blk.{layer}.{names[part]}.{end}"
@@ -432,18 +337,6 @@ def stored_types(path: Path) -> dict[str, int]:
     return dict(Counter(tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1))
 
 
-def _split(name: str) -> tuple[int, str, str]:
-    """Return the layer, the part of it and the end ('weight') of a parameter's name."""
-    words = name.split(".")
-    return int(words[2]), ".".join(words[3:-1]), words[-1]
-
-
-def neighbours(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Sort the rows of q or k so that the channels i and i + head_dim / 2, which turn together, are neighbours."""
-    halves = tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:])
-    return halves.transpose(1, 2).reshape(tensor.shape).contiguous()
-
-
 def _experts(block: str, end: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     if end == "gate_up_proj":
         gate, up = tensor.chunk(2, dim=1)
@@ -451,17 +344,6 @@ def _experts(block: str, end: str, tensor: torch.Tensor) -> Iterator[tuple[str, 
         yield f"{block}.ffn_up_exps.weight", up.contiguous()
     else:
         yield f"{block}.ffn_down_exps.weight", tensor
-
-
-def _scaled(part: str, tensor: torch.Tensor, config: ModelConfig, arch: Architecture) -> torch.Tensor:
-    """Fold a scale of the queries that llama.cpp does not have into what the queries come from last."""
-    scale = config.block.query_scale
-    if arch.wide_layers and config.num_layers == arch.wide_layers:
-        scale *= math.sqrt(config.hidden_size // config.num_heads / config.head_dim)
-    last = "self_attn.q_norm" if config.qk_norm else "self_attn.q_proj"
-    if scale == 1.0 or part != last or arch.name == "granite":
-        return tensor
-    return tensor * scale
 
 
 def stored_type(name: str, shape: torch.Size, kind: str, config: ModelConfig) -> str:
@@ -557,11 +439,11 @@ def write_lora(adapter: Adapter, model: LanguageModel, path: Path) -> None:
             is_joined = arch.name in FUSED and module.endswith("mlp.up_proj")
             if label is None or label == EMBEDDINGS or is_joined:
                 raise UserError(f"llama.cpp's adapters have no place for a change of {module[:80]!r}")
-            part = "" if label == HEAD else _split(f"{module}.weight")[1]
+            part = "" if label == HEAD else split_name(f"{module}.weight")[1]
             b = pair.scaling * pair.b_FR.float().cpu()
             if arch.name in PERMUTED and part in ("self_attn.q_proj", "self_attn.k_proj"):
                 b = neighbours(b, model.config.head_dim)
-            b = _scaled(part, b, model.config, arch)
+            b = scaled(part, b, model.config, arch)
             for side, tensor in (("a", pair.a_RD.float().cpu()), ("b", b)):
                 writer.add_tensor(f"{label}.lora_{side}", np.ascontiguousarray(tensor.numpy()))
         writer.write_header_to_file()
@@ -583,62 +465,3 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_string(key, value)
     else:
         writer.add_array(key, value)
-
-
-def read_back(path: Path, model: LanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a model's parameters as a GGUF file has them, rounded by its type: what `tensors` undone gives.
-
-    Args:
-        path: A file that `write_gguf` wrote for the model, or llama.cpp from such a file.
-        model: The model, for names and shapes.
-    """
-    gguf = import_gguf()
-    entries = {tensor.name: tensor for tensor in gguf.GGUFReader(str(path)).tensors}
-
-    def stored(name: str) -> torch.Tensor:
-        entry = entries[name]
-        return torch.from_numpy(
-            np.array(gguf.quants.dequantize(entry.data, entry.tensor_type), dtype=np.float32)
-        )
-
-    config = model.config
-    arch = architecture(config)
-    names = LAYER | (SANDWICHED if arch.has_sandwich else {})
-    for name, parameter in model.named_parameters():
-        if name in TOP:
-            tensor = stored(TOP[name])
-            if name in TABLES:
-                tensor = torch.cat((tensor, parameter.detach()[len(tensor) :].float().cpu()))
-        else:
-            layer, part, end = _split(name)
-            tensor = _unmapped(stored, f"blk.{layer}", part, end, names, arch, config)
-            if config.family == "gpt2" and end == "weight" and tensor.dim() == 2:
-                tensor = tensor.t()
-        if config.block.norm_offset and name.endswith("norm.weight"):
-            tensor = tensor - config.block.norm_offset
-        yield name, tensor.reshape(parameter.shape).to(parameter.dtype).contiguous()
-
-
-def _unmapped(
-    stored: Callable[[str], torch.Tensor],
-    block: str,
-    part: str,
-    end: str,
-    names: Mapping[str, str],
-    arch: Architecture,
-    config: ModelConfig,
-) -> torch.Tensor:
-    """Return one parameter of a layer from the stored tensors."""
-    if part == "mlp.experts":
-        if end == "gate_up_proj":
-            halves = (stored(f"{block}.ffn_{half}_exps.weight") for half in ("gate", "up"))
-            return torch.cat(tuple(halves), dim=1)
-        return stored(f"{block}.ffn_down_exps.weight")
-    if arch.name in FUSED and part in ("mlp.gate_proj", "mlp.up_proj"):
-        return stored(f"{block}.ffn_up.{end}").chunk(2)[part == "mlp.up_proj"]
-    tensor = stored(f"{block}.{names[part]}.{end}")
-    if arch.name in PERMUTED and part in ("self_attn.q_proj", "self_attn.k_proj"):
-        pairs = tensor.reshape(-1, config.head_dim // 2, 2, *tensor.shape[1:])
-        tensor = pairs.transpose(1, 2).reshape(tensor.shape)
-    unit = _scaled(part, torch.ones(()), config, arch)
-    return tensor / unit

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from whet.model.text.gguf import BYTE, CONTROL, GPT2, NORMAL, PATTERNS, UNKNOWN, UNUSED, USER_DEFINED
 from whet.model.text.tokenizer import Tokenizer, byte_letters
 from whet.types import UserError
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""llama.cpp's types of tokens."""
 KNOWN_STOPS = frozenset(
     [
         "<|eot_id|>",
@@ -31,24 +30,6 @@ KNOWN_STOPS = frozenset(
     ]
 )
 """Texts at which llama.cpp stops whatever the file says."""
-CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
-)
-SIGNS_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
-GPT2 = "gpt-2"
-PATTERNS = {
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": GPT2,
-    f"{CONTRACTIONS}|{WORDS}|\\p{{N}}|{SIGNS}|{SPACES}": "qwen2",
-    f"{CONTRACTIONS}|{WORDS}|\\p{{N}}{{1,3}}|{SIGNS}|{SPACES}": "llama-bpe",
-    f"{CASED[0]}|{CASED[1]}|\\p{{N}}|{SIGNS_SLASH}|{SPACES}": "tekken",
-    f"{CASED[0]}{CONTRACTIONS}?|{CASED[1]}{CONTRACTIONS}?|\\p{{N}}{{1,3}}|{SIGNS_SLASH}|{SPACES}": "gpt-4o",
-}
-"""Patterns of tokenizer.json that split words before a byte-level BPE, by llama.cpp's name."""
 MARKS = frozenset({"tekken", "gpt-4o"})
 """Splits whose words may have combining marks, but not in llama.cpp's spelling of them."""
 MERGES_ALL = {"llama-bpe": "smaug-bpe"}

@@ -54,7 +54,7 @@ from whet.generate.sampling import SamplingParams
 from whet.model.changes import changed_directions, changed_weights, measurable, summarise_directions
 from whet.model.changes import describe as describe_changes
 from whet.model.config import ModelConfig
-from whet.model.files import is_hub_name, read_json
+from whet.model.files import GGUF, SHORT, is_hub_name, read_json
 from whet.model.vision.reading import shown
 from whet.stats import share_interval
 from whet.storage.folder import check_folder, dated, open_run, run_of
@@ -510,8 +510,12 @@ def locate(word: str) -> str:
         )
         hint = f"; it contains evaluations, name them: {' '.join(below[:4])}" if below else ""
         raise UserError(f"{word}: neither an evaluation (eval.json) nor a model{hint}")
-    if path.exists():
-        raise UserError(f"{word}: is a file; expected the folder of an evaluation or of a model")
+    if path.exists() and path.suffix != GGUF:
+        raise UserError(
+            f"{word}: is a file; expected the folder of an evaluation or of a model, or a GGUF file"
+        )
+    if path.exists() or word in SHORT:
+        return word
     if (found := resolve_run(word)) != word:
         return found
     if word.count("/") == 1 and is_hub_name(word) and not word.startswith("runs/"):

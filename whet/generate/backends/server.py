@@ -36,8 +36,9 @@ from whet.generate.sampling import SamplingParams
 from whet.install import install_command
 from whet.model.files import read_json
 from whet.model.lora.trained import Trained
+from whet.model.names import as_stored
 from whet.model.transformer import SIDE_NAMES
-from whet.model.weights import as_stored, save_model
+from whet.model.weights import save_model
 from whet.ranks.broadcast import WeightGroup, address_towards, free_port
 from whet.ranks.collectives import all_reduce_sum, gather_json, rank
 from whet.types import UserError

@@ -39,7 +39,7 @@ from whet.generate.engine import EngineStats
 from whet.generate.policy import Policy
 from whet.generate.rows import Completion, OnEnded, Request
 from whet.generate.sampling import SamplingParams
-from whet.model.weights import as_stored
+from whet.model.names import as_stored
 from whet.ranks.collectives import world_size
 from whet.types import UserError
 

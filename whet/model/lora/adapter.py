@@ -23,9 +23,10 @@ from whet.model.config import TOWER, ModelConfig
 from whet.model.experts import ExpertWeights
 from whet.model.gpt2 import Conv1D
 from whet.model.lora.side import EXPERT_SIDES, Beside, Target, make_side, targets_of
+from whet.model.names import module_name, own_names
 from whet.model.quant import Kind, packed_parts
 from whet.model.transformer import SIDE_NAMES, LanguageModel
-from whet.model.weights import build_model, module_name, own_names
+from whet.model.weights import build_model
 from whet.types import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

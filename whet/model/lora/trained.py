@@ -20,9 +20,9 @@ from whet.model.gpt2 import Conv1D
 from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter
 from whet.model.lora.files import BASE, PARTS, PREFIX, base_digest, expert_places, read_adapter
 from whet.model.lora.side import Beside, LoRAConfig, Target, attach, choose, sides_of, targets_of
+from whet.model.names import module_name
 from whet.model.quant import packed_parts
 from whet.model.transformer import LanguageModel
-from whet.model.weights import module_name
 from whet.types import UserError
 
 KEPT_WHEN_CONTINUED = ("rank", "lr_ratio")
