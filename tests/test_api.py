@@ -122,6 +122,7 @@ def test_the_first_ten_lines(folder: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("no_figures")
 def test_a_run_is_a_recipe_that_can_be_resumed(folder: Path, tmp_path: Path, cache: Path) -> None:
     """What was given as objects is in the folder: rows and reward are files, named by their content."""

@@ -175,6 +175,7 @@ def test_a_run_that_was_stopped_goes_on_with_its_line(
     assert saved_steps(at_home / "my out")[-1] == 3
 
 
+@pytest.mark.ci
 def test_every_line_to_type_is_run_by_a_test() -> None:
     """And has no words in it that stand for something."""
     root, found = Path(whet.__file__).parent, set[str]()
@@ -202,6 +203,7 @@ def test_every_line_to_type_is_run_by_a_test() -> None:
         assert f"def {name}(" in (tests / file).read_text(encoding="utf-8"), place
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("option", ["", "--eval.policy.schema boxed"])
 def test_what_cannot_be_compared_is_refused_before_anything_is_sampled(
     option: str, at_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

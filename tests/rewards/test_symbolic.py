@@ -88,6 +88,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.ci
 @needs_math_verify
 def test_equal_and_unequal() -> None:
     """The values are the textbook's: 50 + 5 = 55, Basel's pi^2/6, the determinant -2."""

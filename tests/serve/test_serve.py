@@ -1318,6 +1318,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         serve.main(ServeConfig(policy=PolicyConfig(init="x")))
 
 
+@pytest.mark.ci
 def test_the_program_serves_a_folder_until_interrupted(tmp_path: Path) -> None:
     make_policy(endless=True).save(tmp_path / "mine")
     code = (

@@ -287,6 +287,7 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(row)["sft/loss"] for row in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.ci
 def test_chats_are_learnt_end_to_end(
     make: Callable[..., PolicyConfig], task: TaskConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,7 @@ def logprob_alone(policy: Policy, prompt: Sequence[int], completion: Sequence[in
     return scores[torch.arange(len(completion)), list(completion)].sum()
 
 
+@pytest.mark.ci
 def test_own_rollouts_keep_their_tokens(halfway: Any, tmp_path: Path) -> None:
     config = make_config(halfway, tmp_path)
     policy = load_policy(config.policy, seed=0)

@@ -105,6 +105,7 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
+@pytest.mark.ci
 def test_a_run_with_a_judge(tiny_policy: PolicyConfig, tmp_path: Path, server: Server) -> None:
     train(make_config(tiny_policy, tmp_path / "a", server.url))
     samples = rows(tmp_path / "a", "samples.jsonl")

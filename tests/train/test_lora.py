@@ -369,6 +369,7 @@ def test_the_sampler_gives_the_trainers_logprobs_bitwise(
         assert [value for index in sorted(found) for value in found[index]] == logprobs
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("few_problems")
 def test_rl_trains_adapters_alone_on_policy_and_resumes_exactly(base: Path, tmp_path: Path) -> None:
     policy = rl.train(rl_config(base, tmp_path / "whole"))
