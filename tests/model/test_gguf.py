@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "compress/export"))
 import runtime_cases
 from test_llama_cpp import LINES, splits
 
-from whet.compress.export.gguf import write_gguf
+from whet.compress.export.gguf import _add, write_gguf
 from whet.compress.export.vocabulary import express
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model import gguf, weights
@@ -142,25 +142,18 @@ def changed(path: Path, **values: Any) -> Path:
 
     reader = package.GGUFReader(str(path))
     facts = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    facts |= {name.replace("__", "."): value for name, value in values.items() if "weight" not in name}
+    facts |= {
+        name.replace("__", "."): value for name, value in values.items() if not name.endswith("__weight")
+    }
     writer = package.GGUFWriter(str(path.with_suffix(".2.gguf")), str(facts.pop("general.architecture")))
     for name, value in facts.items():
-        if isinstance(value, bool):
-            writer.add_bool(name, value)
-        elif isinstance(value, int):
-            writer.add_uint32(name, value)
-        elif isinstance(value, float):
-            writer.add_float32(name, value)
-        elif isinstance(value, str):
-            writer.add_string(name, value)
-        else:
-            writer.add_array(name, value)
+        _add(writer, name, value)
     left_out = {name.replace("__", ".") for name, value in values.items() if value is None}
     for tensor in reader.tensors:
         if tensor.name not in left_out:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     for name, value in values.items():
-        if "weight" in name and value is not None:
+        if name.endswith("__weight") and value is not None:
             writer.add_tensor(name.replace("__", "."), value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -176,6 +169,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no width": ({"llama__embedding_length": 0}, "hidden_size = 0: expected 1 to"),
     "another split": ({"tokenizer__ggml__pre": "viking"}, "splits words as 'viking'"),
     "another tokenizer": ({"tokenizer__ggml__model": "bert"}, "of the kind 'bert'"),
+    "no split": ({"tokenizer__ggml__pre": "default"}, "splits words as 'default'"),
+    "another key": ({"llama__expert_weights_scale": 2.5}, "llama.expert_weights_scale: not known"),
+    "other values": ({"llama__attention__value_length": 16}, "values have another width"),
     "scaled otherwise": ({"llama__rope__scaling__type": "odd"}, "scaled as 'odd'"),
     "layers that differ": ({"llama__attention__head_count_kv": [1, 2]}, "differs from layer to layer"),
     "words for a number": ({"llama__block_count": "many"}, "make no model"),

@@ -140,7 +140,7 @@ def import_gguf() -> Any:
     try:
         import gguf
     except ImportError:
-        raise UserError(f"GGUF is written through the gguf package: {install_command('gguf')}") from None
+        raise UserError(f"GGUF files need the gguf package: {install_command('gguf')}") from None
     return gguf
 
 
@@ -296,7 +296,9 @@ def _unmapped(
 # --- a file as a model folder ---------------------------------------------------------------------------------------
 
 FORMAT = 1
-"""Raised when a folder that an earlier version wrote must be written anew."""
+"""Version of the folders in the cache; another one makes every file be read again."""
+UNREAD = frozenset({"vocab_size", "rope.scaling.finetuned", "tensor_data_layout"})
+"""Keys of an architecture that change nothing."""
 KINDS = {arch.name: kind for kind, arch in reversed(ARCHITECTURES.items())}
 """The model_type of each of llama.cpp's architectures; Mixtral is a llama with experts there."""
 LLAMA3 = {
@@ -351,13 +353,8 @@ def gguf_folder(path: Path) -> Path:
         raise UserError(f"{base}: {error.strerror or error}") from None
     except UserError:
         raise
-    except (
-        ArithmeticError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:  # keys and sizes of any kind
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # Keys may have values of any kind, and tensors any shape.
         raise UserError(f"{path}: its keys and tensors make no model: {str(error)[:200]!r}") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -407,7 +404,10 @@ def hf_config(stored: File, where: str) -> dict[str, Any]:
             "model's folder from the hub"
         )
 
+    read = set(UNREAD)
+
     def fact(name: str, default: Any = None) -> Any:
+        read.add(name)
         value = facts.get(f"{arch}.{name}", default)
         if isinstance(value, list):
             if len(set(value)) != 1:
@@ -417,12 +417,24 @@ def hf_config(stored: File, where: str) -> dict[str, Any]:
             raise UserError(f"{where}: key {arch}.{name} is missing")
         return value
 
+    found = _shape(arch, stored, fact, where)
+    keys = {key.removeprefix(f"{arch}.") for key in facts if key.startswith(f"{arch}.")}
+    if left := [f"{arch}.{key}" for key in sorted(keys - read)]:
+        raise UserError(
+            f"{where}: {', '.join(left[:8])}: not known here, and may change what the model computes"
+        )
+    return found
+
+
+def _shape(arch: str, stored: File, fact: Any, where: str) -> dict[str, Any]:
+    """Return the sizes of an architecture, and what `_ropes` and `_family` have of it."""
     heads, width = int(fact("attention.head_count")), int(fact("embedding_length"))
     sizes: dict[str, Any] = {
         "model_type": "mixtral" if arch == "llama" and fact("expert_count", 0) else KINDS[arch],
         "vocab_size": stored.rows(EMBEDDINGS),
         "tie_word_embeddings": HEAD not in stored,
     }
+    num_kv_heads = int(fact("attention.head_count_kv", heads))
     if arch == "gpt2":
         return sizes | {
             "n_embd": width,
@@ -437,13 +449,14 @@ def hf_config(stored: File, where: str) -> dict[str, Any]:
         "intermediate_size": int(fact("feed_forward_length")),
         "num_hidden_layers": int(fact("block_count")),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(fact("attention.head_count_kv", heads)),
+        "num_key_value_heads": num_kv_heads,
         "head_dim": int(fact("attention.key_length", width // max(heads, 1))),
         "max_position_embeddings": int(fact("context_length")),
         "rms_norm_eps": fact("attention.layer_norm_rms_epsilon"),
     }
-    ropes = _ropes(stored, fact, sizes["head_dim"], where)
-    return sizes | ropes | _family(arch, stored, fact, sizes)
+    if fact("attention.value_length", sizes["head_dim"]) != sizes["head_dim"]:
+        raise UserError(f"{where}: values have another width than keys, which is not read here")
+    return sizes | _ropes(stored, fact, sizes["head_dim"], where) | _family(arch, stored, fact, sizes)
 
 
 def _family(arch: str, stored: File, fact: Any, sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -453,6 +466,7 @@ def _family(arch: str, stored: File, fact: Any, sizes: Mapping[str, Any]) -> dic
         more["mlp_bias"] = "blk.0.ffn_up.bias" in stored
         if sizes["model_type"] == "mixtral":
             return {
+                "intermediate_size": int(fact("expert_feed_forward_length", sizes["intermediate_size"])),
                 "num_local_experts": fact("expert_count"),
                 "num_experts_per_tok": fact("expert_used_count"),
             }
@@ -471,6 +485,8 @@ def _family(arch: str, stored: File, fact: Any, sizes: Mapping[str, Any]) -> dic
             "moe_intermediate_size": fact("expert_feed_forward_length"),
             "norm_topk_prob": True,
         }
+    if arch == "phi3":
+        return {"sliding_window": int(fact("attention.sliding_window", 0)) or None}
     if not arch.startswith("gemma"):
         return {}
     found: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"}

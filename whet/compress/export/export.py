@@ -27,7 +27,7 @@ from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.install import install_command
 from whet.model.families import from_hf
 from whet.model.files import read_json
-from whet.model.gguf import read_back
+from whet.model.gguf import File, read_back
 from whet.model.lora.adapter import CONFIG, WEIGHTS, Adapter
 from whet.model.lora.files import BASE, find_model
 from whet.model.quant import dequantize, packed_parts
@@ -477,7 +477,7 @@ def _write_gguf(
     gguf.write_gguf(policy.model, vocabulary, path, kind, name=name, importance=importance)
     if kind not in K_TYPES:
         return notes
-    types = gguf.stored_types(path)
+    types = File(path).types()
     notes.append("matrices by type: " + ", ".join(f"{count} {name}" for name, count in types.items()))
     if odd := sum(count for name, count in types.items() if not name.endswith("_K")):
         notes.append(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -329,12 +328,6 @@ def labels(model: LanguageModel) -> dict[str, str]:
         if parameter.dim() == 2 and part in names and not is_joined:
             found[name] = f"blk.{layer}.{names[part]}.{end}"
     return found
-
-
-def stored_types(path: Path) -> dict[str, int]:
-    """Count a file's matrices by their type."""
-    reader = import_gguf().GGUFReader(str(path))
-    return dict(Counter(tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1))
 
 
 def _experts(block: str, end: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -28,23 +28,18 @@ PATTERNS = {
 }
 """Patterns of tokenizer.json that split words before a byte-level BPE, by llama.cpp's name."""
 SPLITS: dict[str, str] = {
-    **dict.fromkeys(("default", "gpt-2", "mpt", "olmo", "jais", "phi-2", "roberta-bpe"), GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), "smollm"),
-    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"), "qwen2"),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), "llama-bpe"),
-    **dict.fromkeys(("smaug-bpe", "dbrx"), "llama-bpe"),
+    GPT2: GPT2,
+    **dict.fromkeys(("smollm", "starcoder", "refact"), "smollm"),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "smaug-bpe"), "llama-bpe"),
     "tekken": "tekken",
-    **dict.fromkeys(("gpt-4o", "llama4"), "gpt-4o"),
+    "gpt-4o": "gpt-4o",
 }
 """Names that a file may have for how words are split, by the one that whet has for the same split."""
-WHOLE_WORDS = frozenset(
-    {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken", "gpt-4o", "llama4"}
-)
-"""Those whose whole words are taken before their merges."""
-COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen", "megrez"})
+WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"})
+"""Those of which llama.cpp takes whole words before their merges, and puts BOS first where the file does not say."""
+COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
 """Those whose tokenizers compose characters first (NFC), which llama.cpp does not."""
-LEADING_BOS = WHOLE_WORDS
-"""Those that put BOS first where the file does not say."""
 SPACE = "\u2581"
 
 
@@ -75,11 +70,11 @@ def tokenizer_files(facts: Mapping[str, Any], where: str) -> tuple[dict[str, Any
     }
     is_pieces, pre = kind == "llama", str(facts.get("tokenizer.ggml.pre", "default"))
     leads = (
-        bool(facts.get("tokenizer.ggml.add_bos_token", is_pieces or pre in LEADING_BOS)) and "bos" in roles
+        bool(facts.get("tokenizer.ggml.add_bos_token", is_pieces or pre in WHOLE_WORDS)) and "bos" in roles
     )
     vocab = {text: index for index, text in enumerate(tokens) if types[index] != UNUSED}
     model: dict[str, Any] = {"type": "BPE", "dropout": None, "vocab": vocab}
-    rest = _pieces(facts, vocab, types) if is_pieces else _bytes(facts, vocab, pre, where)
+    rest = _pieces(facts, vocab, types, where) if is_pieces else _bytes(facts, vocab, pre, where)
     model |= rest.pop("model")
     if is_pieces and "unk" in roles:
         model["unk_token"] = tokens[roles["unk"]]
@@ -140,9 +135,7 @@ def _bytes(facts: Mapping[str, Any], vocab: Mapping[str, int], pre: str, where: 
         raise UserError(
             f"{where}: token {cut[:40]!r} is merged from what is no token, which is not read here"
         )
-    merges = [
-        pair for pair in merges if "".join(pair) not in lost
-    ]  # what never applies: llama.cpp needs a list
+    merges = [pair for pair in merges if "".join(pair) not in lost]  # these never apply
     return {
         "normalizer": {"type": "NFC"} if pre in COMPOSED else None,
         "pre_tokenizer": steps,
@@ -151,9 +144,13 @@ def _bytes(facts: Mapping[str, Any], vocab: Mapping[str, int], pre: str, where: 
     }
 
 
-def _pieces(facts: Mapping[str, Any], vocab: Mapping[str, int], types: Sequence[int]) -> dict[str, Any]:
+def _pieces(
+    facts: Mapping[str, Any], vocab: Mapping[str, int], types: Sequence[int], where: str
+) -> dict[str, Any]:
     """Return the parts of SentencePiece's BPE: the pair whose joined token has the highest score is joined first."""
-    scores = facts.get("tokenizer.ggml.scores") or [0.0] * len(types)
+    scores = facts.get("tokenizer.ggml.scores") or ()
+    if len(scores) != len(types):
+        raise UserError(f"{where}: {len(scores)} scores of {len(types)} tokens")
     found = [
         (-scores[index], -place, text[:place], text[place:])
         for text, index in vocab.items()
