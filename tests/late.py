@@ -1,10 +1,14 @@
-"""Packages that take seconds to import, for the tests that need them: not for every process that collects tests."""
+"""What comes late: packages that take seconds to import, and what another thread or process does in its own time."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 
 class Late:
@@ -23,3 +27,16 @@ class Late:
         if attribute.startswith("_"):
             raise AttributeError(attribute)
         return getattr(pytest.importorskip(self._name, reason=self._reason), attribute)
+
+
+def wait_for(condition: Callable[[], T], patience_s: float = 20.0) -> T:
+    """Return the condition's first true value, or its last one: a sleep of one length is too short on a busy machine.
+
+    Args:
+        condition: What is asked for every few milliseconds.
+        patience_s: Seconds after which it is asked no more.
+    """
+    end = time.monotonic() + patience_s
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.005)
+    return found

@@ -11,12 +11,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from late import wait_for
 from needs import C_COMPILERS, needs, program
 
 from whet.config import cache_folder, temporary_folder, user_path
@@ -328,13 +328,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(is_true: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 20
-    while not is_true() and time.monotonic() < end:
-        time.sleep(0.02)
-    return is_true()
-
-
 @needs("linux")
 def test_a_compiler_that_hangs_ends_with_its_children(
     load: Load, compiles: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -344,7 +337,7 @@ def test_a_compiler_that_hangs_ends_with_its_children(
     found = load(fake)
     assert found.reason.endswith("(fake++: timed out after 1 s)")
     pids = [int((tmp_path / name).read_text()) for name in ("fake++.ran", "child")]
-    assert wait_until(lambda: not any(map(alive, pids)))
+    assert wait_for(lambda: not any(map(alive, pids)))
     assert "timed out; it is tried again a day later" in load(fake).reason
     assert runs(tmp_path) == 1, "not ten minutes at every start"
     (slow,) = tmp_path.glob("cache/**/too_slow")
@@ -359,12 +352,12 @@ def test_no_compiler_survives_a_process_that_is_killed(compiles: Callable[..., P
     code = "import sys; from whet.kernels.cpu import toolchain; toolchain.run(sys.argv[1:], 300)"
     process = subprocess.Popen([sys.executable, "-c", code, str(fake)], cwd=Path(build.__file__).parents[3])
     try:
-        assert wait_until(child.exists)
+        assert wait_for(child.exists)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
     pids = [int((tmp_path / name).read_text()) for name in ("fake++.ran", "child")]
-    assert wait_until(lambda: not any(map(alive, pids)))
+    assert wait_for(lambda: not any(map(alive, pids)))
 
 
 @pytest.mark.parametrize("problem", ["another user's", "read-only", "full"])

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from late import wait_for
 
 from whet.sandbox.graders.graders import GraderPool
 from whet.sandbox.graders.server import plain_number
@@ -169,13 +170,6 @@ def with_server(make: Callable[..., GraderPool], name: str, **options: Any) -> t
     (keeper,) = set(children(os.getpid())) - set(before)
     (server,) = children(keeper)
     return graders, server
-
-
-def wait_for(condition: Callable[[], Any], patience_s: float = 10.0) -> Any:
-    end = time.monotonic() + patience_s
-    while not (found := condition()) and time.monotonic() < end:
-        time.sleep(0.01)
-    return found
 
 
 def children(pid: int) -> list[int]:

@@ -7,6 +7,7 @@ import time
 import weakref
 
 import pytest
+from late import wait_for
 from rich.console import Console
 
 from whet.telemetry import display
@@ -120,13 +121,15 @@ def test_a_long_phase_is_told_of_until_it_ends(monkeypatch):
     monkeypatch.setattr(display, "PLAIN_SECONDS", 0.3)
     stream = io.StringIO()
     with PlainDisplay("rl", 60, (), stream=stream) as shown:
+        began = time.monotonic()
+        # told of after 0.3 s and 0.6 s and 1.2 s: each silence is twice as long as the last
         shown.begin("sample", lambda: "84 decoding steps")
-        time.sleep(1.4)  # told of after 0.3 s and 0.6 s and 1.2 s: each silence is twice as long as the last
+        assert wait_for(lambda: len(stream.getvalue().splitlines()) > 2)
+        waited_s = time.monotonic() - began
         shown.begin("train")
-        time.sleep(0.05)
-    time.sleep(0.4)  # closed: nothing more
     lines = stream.getvalue().splitlines()[1:]
-    assert 2 <= len(lines) <= 3
+    time.sleep(0.4)  # closed: nothing more
+    assert len(stream.getvalue().splitlines()[1:]) == len(lines) <= 1 + math.log2(max(1, waited_s / 0.3)) + 1
     assert all(line.startswith("step 1/60  sample: 84 decoding steps, 0:0") for line in lines)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from late import wait_for
 
 from whet.telemetry.heartbeat import EXIT_HUNG, Heartbeat, birth
 from whet.types import UserError
@@ -225,15 +226,15 @@ def test_json_that_always_parses_and_no_thread_left(tmp_path: Path, monkeypatch:
     (tmp_path / "heartbeats").mkdir()
     (tmp_path / "heartbeats" / ".rank_1.json.7.partial").write_text("of a killed process")
     with Heartbeat(tmp_path, 1, timeout_s=60) as heartbeat:
-        end, step, seen = time.monotonic() + 0.5, 0, set()
-        while time.monotonic() < end:
+        end, step, seen = time.monotonic() + 20, 0, set()
+        while len(seen) <= 20 and time.monotonic() < end:
             step += 1
             heartbeat.beat("sample", step)
             found = state(tmp_path, 1)
             assert found["state"] == "running"
             seen.add(found["beats"])
             time.sleep(0.0005)
-    assert len(seen) > 5
+    assert len(seen) > 20
     assert threading.active_count() == before
     found = state(tmp_path, 1)
     assert (found["state"], found["step"], found["pid"], found["rank"]) == ("finished", step, os.getpid(), 1)
@@ -262,8 +263,8 @@ def test_no_false_alarm_whatever_the_clock_on_the_wall_says(tmp_path: Path) -> N
 def test_timeout_0_watches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whet.telemetry.heartbeat.INTERVAL_S", 0.02)
     with Heartbeat(tmp_path, 0, timeout_s=0):
-        time.sleep(0.1)
-        assert state(tmp_path)["silent_s"] > 0.03
+        # the thread goes on writing, and nothing ends
+        assert wait_for(lambda: state(tmp_path)["silent_s"] > 0.03)
     assert state(tmp_path)["state"] == "finished"
 
 

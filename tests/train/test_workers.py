@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from crew import ThreadCrew, until
+from crew import ThreadCrew
 from handmade import problems
+from late import wait_for
 from test_samplers import make_config, run, untimed
 
 from whet.algo.config import OffPolicyConfig
@@ -202,7 +203,7 @@ def test_a_sequence_that_meets_new_weights_goes_on_with_them(tiny_policy: Policy
                 for parameter in policy.model.parameters():
                     parameter.mul_(1.05)
             workers.push(1, policy)
-            until(lambda: crew.hands[0].worker._is_cut)
+            assert wait_for(lambda: crew.hands[0].worker._is_cut)
 
     before = load_policy(tiny_policy, seed=0)
     with pytest.MonkeyPatch.context() as patch:
