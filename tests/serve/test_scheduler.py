@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -14,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from late import wait_for
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate import engine as engine_module
 from whet.generate.engine import Completion, Engine, Request
+from whet.generate.pieces import Reading
 from whet.generate.policy import Policy
 from whet.generate.rows import Ends, Job, Rows, Token
 from whet.generate.sampling import SamplingParams
@@ -228,7 +231,7 @@ def test_a_prompt_that_is_scored_is_read_once(
     tokens: list[int] = []
     read = Engine.read
     monkeypatch.setattr(
-        Engine, "read", lambda self, text: (tokens.append(len(text.ids)), read(self, text))[1]
+        Engine, "read", lambda self, text, most: (tokens.append(len(text.ids)), read(self, text, most))[1]
     )
     monkeypatch.setattr(Engine, "admit", lambda *_: pytest.fail("read once more"))
     scores: Future[list[Token]] = Future()
@@ -522,6 +525,101 @@ def test_decoding_has_its_share_of_the_time(
     assert sorted(names[place] for place in reads) == ["admit"] * 2 + ["read"] * 4
     for place, later in pairwise(reads):
         assert later - place - 1 == -(-costs[names[place]] // 2)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock of a machine where a step of 16 rows takes 8.5 times as long as one of one row, and 128 tokens of a
+    prompt 12 times as long; and the most rows of a step."""
+    clock = [0.0, 0.0]
+    monkeypatch.setattr(scheduler_module, "perf_counter", lambda: clock[0])
+    originals = {name: getattr(Engine, name) for name in ("decode", "admit", "read")}
+
+    def decode(self: Engine, rows: Rows) -> None:
+        originals["decode"](self, rows)
+        clock[0] += 0.5 + 0.5 * len(rows.jobs)
+        clock[1] = max(clock[1], len(rows.jobs))
+
+    def admit(self: Engine, rows: Rows, waiting: list[Job]) -> None:
+        before = len(rows.jobs)
+        originals["admit"](self, rows, waiting)
+        clock[0] += 0.2 * (len(rows.jobs) - before)
+
+    def read(self: Engine, reading: Reading, most: int = 0) -> torch.Tensor:
+        first = reading.num_read
+        hidden = originals["read"](self, reading, most)
+        clock[0] += (reading.num_read - first) * 12 / 128
+        return hidden
+
+    for double in (decode, admit, read):
+        monkeypatch.setattr(Engine, double.__name__, double)
+    return clock
+
+
+def gaps_beside(
+    policy: Policy, asks: list[Ask], clock: list[float], *, leaves: bool, slowdown: float
+) -> list[float]:
+    """Return the time between the tokens of a stream from when others ask until the last of them is served or gone."""
+    stream = replace(long_ask(length=300), streams=True)
+    times: list[float] = []
+    gone: list[float] = []
+    tickets: list[Ticket] = []
+    inbox = Inbox()
+
+    def other(number: int, index: int, event: Event) -> None:
+        if leaves:
+            tickets[number].cancel()
+        if leaves or not isinstance(event, Token):
+            gone.append(clock[0])
+
+    def sink(index: int, event: Event) -> None:
+        times.append(clock[0])
+        inbox(index, event)
+        if len(times) == 40:
+            tickets.extend(scheduler.submit([ask], partial(other, n)) for n, ask in enumerate(asks))
+
+    with Scheduler(policy, context=1000, max_waiting=300, slowdown=slowdown) as scheduler:
+        scheduler.submit([stream], sink)
+        (end,) = inbox.wait(1).values()
+        assert wait_for(lambda: len(gone) == len(asks))
+    assert [[end]] == engine_of(policy).generate([stream.request], stream.params)
+    beside = [time for time in times[39:] if time <= gone[-1]]
+    return [later - before for before, later in pairwise(beside)]
+
+
+CROWD = [Ask(request=Request(prompt_ids=(65 + n,), seeds=(n,)), params=PARAMS[0]) for n in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("asks", "leaves"),
+    [
+        pytest.param(CROWD, False, id="rows"),
+        pytest.param(
+            [Ask(request=Request(prompt_ids=(66,) * 600, seeds=(0,)), params=PARAMS[0])], False, id="long"
+        ),
+        pytest.param(
+            [replace(ask, params=SamplingParams(max_new_tokens=1)) for ask in CROWD], False, id="one"
+        ),
+        pytest.param([replace(ask, streams=True) for ask in CROWD], True, id="left"),
+    ],
+)
+def test_a_stream_keeps_a_third_of_its_pace(asks: list[Ask], leaves: bool, slow: list[float]) -> None:
+    policy = make_policy(max_rows=16, max_positions=1024)
+    gaps = gaps_beside(policy, asks, slow, leaves=leaves, slowdown=3.0)
+    assert statistics.mean(gaps) <= 3.0
+    assert max(gaps) <= 16.0  # a piece of 128 tokens and a step
+    if len(asks) == 1:
+        assert max(gaps_beside(policy, asks, slow, leaves=leaves, slowdown=0.0)) > 48.0  # a piece of 512
+    elif asks is CROWD:
+        assert statistics.mean(gaps_beside(policy, asks, slow, leaves=leaves, slowdown=0.0)) > 6.0
+
+
+def test_without_a_stream_all_rows_are_used(slow: list[float]) -> None:
+    inbox = Inbox()
+    with Scheduler(make_policy(max_rows=16), context=128, max_waiting=300) as scheduler:
+        scheduler.submit(CROWD, inbox)
+        assert len(inbox.wait(60)) == 60
+    assert slow[1] == 16
 
 
 def test_a_place_is_free_when_its_client_hears_of_the_end() -> None:

@@ -447,10 +447,10 @@ class Engine:
         """Return a text to be read by `read`, inside one `session`; its images, if any, are not cut."""
         return Reading(ids, adapter, Pieces(len(ids), self.device, self._attention))
 
-    def read(self, reading: Reading) -> torch.Tensor:
-        """Read the next piece of a text; return its hidden states [N, D]."""
+    def read(self, reading: Reading, most: int = 0) -> torch.Tensor:
+        """Read the next piece of a text, of at most so many tokens; return its hidden states [N, D]."""
         first = reading.num_read
-        piece = reading.ids[first : first + PIECE_TOKENS]
+        piece = reading.ids[first : first + (most or PIECE_TOKENS)]
         tokens = torch.tensor(piece, device=self.device)
         positions = torch.arange(first, first + len(piece), device=self.device)
         reading.context.begin(len(piece))
@@ -648,10 +648,10 @@ class Engine:
         while not reading.is_read:
             yield self.score_piece(reading, num_top)
 
-    def score_piece(self, reading: Reading, num_top: int) -> list[Token]:
-        """Read the next piece of a text, and score the text's own tokens that it foretells."""
+    def score_piece(self, reading: Reading, num_top: int, most: int = 0) -> list[Token]:
+        """Read the next piece of a text, of at most so many tokens, and score the text's tokens that it foretells."""
         first, ids = reading.num_read, reading.ids
-        hidden_ND = self.read(reading)
+        hidden_ND = self.read(reading, most)
         scored = range(first + 1, min(reading.num_read, len(ids) - 1) + 1)
         targets = torch.tensor([ids[place] for place in scored], device=self.device)
         tokens = [] if first else [Token(ids[0])]

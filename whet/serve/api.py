@@ -572,6 +572,7 @@ class _Session:
                         num_top=asked.num_top,
                         records=asked.returns_ids,
                         ends=asked.ends,
+                        streams=asked.stream,
                         scores=own if is_scored else None,
                     )
                     for prompt, own in zip(self._prompts, scores, strict=True)

@@ -2,14 +2,15 @@
 
 The steps are the engine's own (`Engine.admit`, `read`, `decode`, `harvest`), so a completion equals `Engine.generate`'s
 for the same prompt and seed, whatever else is being served. No step reads more than a piece of a prompt, and after each
-decoding has its share of the time: a stream goes on at a third of its pace at worst, whatever others ask for.
+decoding has its share of the time. While somebody reads a stream, there are as many rows and as long pieces as let it
+go on at a third of the pace that it has alone (`_Pace`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -25,6 +26,7 @@ from whet.generate.pieces import PIECE_TOKENS, Reading
 from whet.generate.policy import Policy
 from whet.generate.rows import Completion, Ends, Job, Request, Rows, Token
 from whet.generate.sampling import SamplingParams
+from whet.model.attention import KEY_BLOCK
 from whet.model.lora.adapter import CONFIG, Adapter
 from whet.model.lora.files import base_digest, read_adapter
 from whet.model.quant import packed_parts
@@ -35,6 +37,14 @@ from whet.types import UserError
 KNOWN_PARAMS = 64
 READING_SHARE = 2.0
 """Most time that reading takes for each second of decoding, while there are rows to decode."""
+SLOWDOWN = 3.0
+"""Mean time between two tokens of a stream at most, in times of a step that decodes one row and nothing else."""
+FOR_READING = 0.5
+"""The part of it that is left to reading, however many rows there are: it brings the next ones."""
+LEAST_TOKENS = KEY_BLOCK
+"""The shortest piece of a prompt: one of attention's blocks, so that sums are the whole prompt's."""
+WEIGHT = 0.1
+"""Weight of a new measurement in a running mean."""
 CLOSE_S = 30.0
 CLOSING = "the server is closing"
 NO_NUMBERS = (
@@ -60,6 +70,7 @@ class Ask:
         num_top: Return the model's own log-probabilities, with this many alternatives; None for none.
         records: Return what filters left to draw each token from, for a trainer.
         ends: What else ends a completion, or does not.
+        streams: Somebody reads along: the time between its tokens matters, and not the last alone.
         scores: Gets the scores of the prompt's own tokens (`Scheduler.score`) from the reading that the completions go
             on from, before their first token; with as many alternatives as `num_top`.
     """
@@ -70,6 +81,7 @@ class Ask:
     num_top: int | None = None
     records: bool = False
     ends: Ends | None = None
+    streams: bool = False
     scores: Future[list[Token]] | None = None
 
 
@@ -102,7 +114,7 @@ class _Scoring:
     adapter: str
     future: Future[list[list[Token]]]
     results: list[list[Token]] = field(default_factory=list)
-    pieces: Iterator[list[Token]] | None = None
+    reading: Reading | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -139,6 +151,72 @@ class _Long:
     scores: list[Token] = field(default_factory=list[Token])
 
 
+def _mean(old: float | None, new: float, weight: float = WEIGHT) -> float:
+    """Return a running mean, in which a moment that the machine spent elsewhere counts twice the mean at most."""
+    return new if old is None else old + weight * (min(new, 2 * old) - old)
+
+
+class _Pace:
+    """How long steps take here, measured, and how much of what others want fits between two tokens of a stream.
+
+    Args:
+        slowdown: How many times longer than alone a stream may take for a token.
+
+    On a GPU a step of 64 rows takes hardly longer than one of one row, and nothing is held back; on a CPU it takes
+    eight times as long.
+    """
+
+    def __init__(self, slowdown: float) -> None:
+        self.slowdown = slowdown
+        self._lone_s: float | None = None
+        self._step_s: float | None = None
+        self._more_s: float | None = None
+        self._read_s: float | None = None
+        self._most_tried = 1
+
+    def decoded(self, num_rows: int, seconds: float) -> None:
+        """Note a step of decoding."""
+        self._step_s = _mean(self._step_s, seconds)
+        if self._lone_s is None or seconds < self._lone_s:
+            self._lone_s = _mean(self._lone_s, seconds)
+        elif (
+            num_rows == 1
+        ):  # with the context, slowly; a row by itself is not alone while requests keep Python busy
+            self._lone_s = _mean(self._lone_s, seconds, WEIGHT / 100)
+        if num_rows > 1:
+            self._more_s = _mean(self._more_s, max(seconds - self._lone_s, 1e-9) / (num_rows - 1))
+        self._most_tried = max(self._most_tried, num_rows)
+
+    def has_read(self, num_tokens: int, seconds: float) -> None:
+        """Note a reading of tokens."""
+        self._read_s = _mean(self._read_s, seconds / num_tokens)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that a step has time for; never more than twice as many as were ever tried."""
+        if self._lone_s is None or self._more_s is None:
+            return 2 * self._most_tried
+        fitting = 1 + int((self.slowdown - FOR_READING - 1) * self._lone_s / self._more_s)
+        return min(fitting, 2 * self._most_tried)
+
+    @property
+    def reading_share(self) -> float:
+        """Seconds of reading that there is time for in each second of decoding."""
+        if self._lone_s is None or self._step_s is None:
+            return READING_SHARE
+        # It never stops: who waits to be read would else wait for ever beside rows that are slow anyway.
+        left_s = max(self.slowdown * self._lone_s - self._step_s, FOR_READING * self._lone_s)
+        return left_s / self._step_s
+
+    @property
+    def piece_tokens(self) -> int:
+        """Tokens of a prompt to read in one go: as many as take no longer than the reading between two tokens."""
+        if self._lone_s is None or self._read_s is None:
+            return LEAST_TOKENS
+        fitting = int((self.slowdown - 1) * self._lone_s / self._read_s)
+        return min(max(fitting // LEAST_TOKENS * LEAST_TOKENS, LEAST_TOKENS), PIECE_TOKENS)
+
+
 class Scheduler:
     """Serves one policy. A context manager.
 
@@ -146,12 +224,14 @@ class Scheduler:
         policy: The policy; until `close`, no other thread may run its model.
         context: Longest prompt and completion together, in tokens; the cache holds `policy.max_rows` times that.
         max_waiting: Completions that may wait for a row.
+        slowdown: While somebody reads a stream, so many other completions run beside it as let it take this many times
+            longer for a token than alone; 0 for as many as there are rows.
 
     Raises:
         UserError: If the cache does not fit in memory.
     """
 
-    def __init__(self, policy: Policy, *, context: int, max_waiting: int) -> None:
+    def __init__(self, policy: Policy, *, context: int, max_waiting: int, slowdown: float = SLOWDOWN) -> None:
         self.context = min(context, policy.model.config.max_positions)
         self.max_completions = policy.max_rows + max_waiting
         self._policy, self._engine = policy, policy.engine()
@@ -166,6 +246,8 @@ class Scheduler:
         self._long: _Long | None = None
         self._readers = deque((self._admit_short, self._read_long, self._score))
         self._owed_s = 0.0
+        self._pace = _Pace(slowdown) if slowdown else None
+        self._streams: set[Job] = set()
         self._wake = threading.Condition()
         self._closed = False
         ready: Future[None] = Future()
@@ -230,6 +312,7 @@ class Scheduler:
             UserError: If the submission exceeds the server's limit, or names an adapter that is not here.
         """
         jobs: list[Job] = []
+        streamed: list[Job] = []
         for ask in asks:
             self._engine.check_adapter(ask.request.adapter)
             limit = min(ask.params.max_new_tokens, self.context - len(ask.request.prompt_ids))
@@ -255,10 +338,12 @@ class Scheduler:
                 )
                 for seed in request.seeds
             ]
+            streamed += jobs[-len(request.seeds) :] if ask.streams else ()
         with self._wake:
             # Checked and queued under one lock: a submission is accepted as a whole or refused as a whole.
             self._admit_or_refuse(len(jobs))
             self._sinks |= {job: _Outlet(partial(sink, index)) for index, job in enumerate(jobs)}
+            self._streams.update(streamed)
             self._waiting += jobs
             self._wake.notify()
         return Ticket(tuple(jobs))
@@ -356,6 +441,7 @@ class Scheduler:
             self._waiting = deque(job for job in self._waiting if job not in gone)
             for job in gone:
                 del self._sinks[job]
+            self._streams -= gone
 
     def _work(self, ready: Future[None]) -> None:
         rows: Rows | None = None
@@ -394,7 +480,7 @@ class Scheduler:
 
     def _is_under_way(self, rows: Rows) -> bool:
         """Say whether anything was begun that has to end with the weights it began with."""
-        is_scoring = bool(self._scorings) and self._scorings[0].pieces is not None
+        is_scoring = bool(self._scorings) and self._scorings[0].reading is not None
         return bool(rows.jobs or self._suspects or self._long or is_scoring)
 
     @torch.no_grad()
@@ -428,16 +514,31 @@ class Scheduler:
 
         # Reading goes first, since it fills rows. Then decoding has the time that it is owed, and one step at least: a
         # piece of a prompt may take as long as forty steps, and clients that keep asking must not stop the others.
-        began, is_decoding = perf_counter(), bool(rows.jobs)
-        if is_decoding and (self._owed_s > 0 or not self._read(rows)):
+        began, num_rows = perf_counter(), len(rows.jobs)
+        if num_rows and (self._owed_s > 0 or not self._read(rows)):
             self._engine.decode(rows)
             self._announce(rows, 0)
-            self._owed_s = max(0.0, self._owed_s - (perf_counter() - began))
-        elif is_decoding:
-            self._owed_s = (perf_counter() - began) / READING_SHARE
+            seconds = perf_counter() - began
+            if self._pace:
+                self._pace.decoded(num_rows, seconds)
+            self._owed_s = max(0.0, self._owed_s - seconds)
+        elif num_rows:
+            share = self._pace.reading_share if self._pace and self._streams else READING_SHARE
+            self._owed_s = (perf_counter() - began) / share
         else:
             self._read(rows)
             self._owed_s = 0.0
+
+    def _num_free(self, rows: Rows) -> int:
+        """Return how many more rows may be decoded; fewer than there are while they would slow a stream down."""
+        most = self._max_rows
+        if self._pace and self._streams:
+            most = min(most, self._pace.most_rows)
+        return max(most - len(rows.jobs), 0 if rows.jobs else 1)
+
+    def _piece_tokens(self, rows: Rows) -> int:
+        """Return how many tokens of prompts may be read in one go."""
+        return self._pace.piece_tokens if self._pace and self._streams and rows.jobs else PIECE_TOKENS
 
     def _read(self, rows: Rows) -> bool:
         """Let the next kind of reading that has something to do take its turn; return whether there was any."""
@@ -479,14 +580,15 @@ class Scheduler:
             self._forget_cancelled()
             queue = self._queue(rows)
             # A long prompt has the row that is free when its turn comes, however many short ones come after it.
-            is_due = self._long is not None or (bool(queue) and _is_long(queue[0]))
-            num_free = self._max_rows - len(rows.jobs) - is_due
+            most = self._piece_tokens(rows)
+            is_due = self._long is not None or (bool(queue) and _is_long(queue[0], most))
+            num_free = self._num_free(rows) - is_due
             tokens, request = 0, None
             for job in tuple(queue):
-                if _is_long(job):
+                if _is_long(job, most):
                     continue
                 tokens += len(job.request.prompt_ids) if job.request is not request else 0
-                if len(ready) >= num_free or (ready and tokens > PIECE_TOKENS):
+                if len(ready) >= num_free or (ready and tokens > most):
                     break
                 request = job.request
                 ready.append(job)
@@ -518,7 +620,8 @@ class Scheduler:
         with self._wake:
             self._forget_cancelled()
             queue = self._queue(rows)
-            found = next((job.request for job in queue if _is_long(job)), None)
+            most = self._piece_tokens(rows)
+            found = next((job.request for job in queue if _is_long(job, most)), None)
             if found is None:
                 return None
             jobs = [job for job in queue if job.request is found]
@@ -528,8 +631,7 @@ class Scheduler:
 
     def _read_long(self, rows: Rows) -> bool:
         """Read a piece of a long prompt; once it is complete, admit its jobs as rows become free."""
-        first = len(rows.jobs)
-        num_free = self._max_rows - first
+        first, num_free = len(rows.jobs), self._num_free(rows)
         if self._long is None and num_free:
             self._long = self._next_long(rows)
         if (long := self._long) is None:
@@ -543,7 +645,13 @@ class Scheduler:
         ready, long.jobs = jobs[:num_free], jobs[num_free:]
         try:
             if not long.reading.is_read:
-                self._read_piece(long, jobs[0].request)
+                request = jobs[0].request
+                scored = request if isinstance(request, _ScoredRequest) else None
+                long.scores += self._read_piece(rows, long.reading, scored.num_top if scored else None)
+                if scored and long.reading.is_read:
+                    _check_scores(long.scores)
+                    with suppress(InvalidStateError):  # the client is gone
+                        scored.scores.set_result(long.scores)
             if not (ready and long.reading.is_read):
                 long.jobs = jobs
                 return True
@@ -557,32 +665,33 @@ class Scheduler:
             self._announce(rows, first)
         return True
 
-    def _read_piece(self, long: _Long, request: Request) -> None:
-        """Read a piece of a prompt, and score it if that is wanted."""
-        if not isinstance(request, _ScoredRequest):
-            self._engine.read(long.reading)
-            return
-        long.scores += self._engine.score_piece(long.reading, request.num_top)
-        if long.reading.is_read:
-            _check_scores(long.scores)
-            with suppress(InvalidStateError):  # the client is gone
-                request.scores.set_result(long.scores)
+    def _read_piece(self, rows: Rows, reading: Reading, num_top: int | None) -> list[Token]:
+        """Read a piece of a text; return its tokens' scores, if `num_top` is given."""
+        began, most = perf_counter(), self._piece_tokens(rows)
+        count = min(most, len(reading.ids) - reading.num_read)
+        scores: list[Token] = []
+        if num_top is None:
+            self._engine.read(reading, most)
+        else:
+            scores = self._engine.score_piece(reading, num_top, most)
+        if self._pace and count >= LEAST_TOKENS:
+            self._pace.has_read(count, perf_counter() - began)
+        return scores
 
     def _score(self, rows: Rows) -> bool:
         """Score a piece of a text."""
-        if not self._scorings or (self._updates and self._scorings[0].pieces is None):
+        if not self._scorings or (self._updates and self._scorings[0].reading is None):
             return False
         work = self._scorings[0]
         try:
             if not work.future.cancelled():
-                if work.pieces is None:
-                    prompt = work.prompts[len(work.results)]
-                    work.pieces = self._engine.score(prompt, work.num_top, work.adapter)
+                if work.reading is None:
+                    work.reading = self._engine.begin(work.prompts[len(work.results)], work.adapter)
                     work.results.append([])
-                work.results[-1] += next(work.pieces)
-                if len(work.results[-1]) < len(work.prompts[len(work.results) - 1]):
+                work.results[-1] += self._read_piece(rows, work.reading, work.num_top)
+                if not work.reading.is_read:
                     return True
-                work.pieces = None
+                work.reading = None
                 _check_scores(work.results[-1])
                 if len(work.results) < len(work.prompts):
                     self._scorings.rotate(-1)  # round robin: one client must not block others
@@ -602,6 +711,8 @@ class Scheduler:
     def _send(self, job: Job, event: Event | None, *, is_last: bool = False) -> None:
         """Tell a job's client, if it still listens; after the last event, its place is free before it hears of it."""
         outlet = self._sinks.pop(job, None) if is_last else self._sinks.get(job)
+        if is_last:
+            self._streams.discard(job)
         if outlet is None or event is None or job.cancelled:
             return
         try:
@@ -639,14 +750,14 @@ class Scheduler:
             self._suspects.extendleft((deque(jobs[half:]), deque(jobs[:half])))
 
 
-def _is_long(job: Job) -> bool:
-    """Say whether a job's prompt is read in pieces; one with images is not, since an image cannot be cut.
+def _is_long(job: Job, most: int) -> bool:
+    """Say whether a job's prompt is read in pieces of `most` tokens; one with images is not: an image cannot be cut.
 
     A prompt that is scored is, too, however short: its hidden states are wanted.
     """
     ids = job.request.prompt_ids
     is_scored = isinstance(job.request, _ScoredRequest)
-    return is_scored or (len(ids) > PIECE_TOKENS and not any(map(is_image, ids)))
+    return is_scored or (len(ids) > most and not any(map(is_image, ids)))
 
 
 def _check_scores(tokens: Sequence[Token]) -> None:

@@ -24,7 +24,7 @@ from whet.install import install_command
 from whet.model.vision.reading import Urls
 from whet.serve.chat import NO_MODEL, require_model
 from whet.serve.chess.table import Table
-from whet.serve.scheduler import Scheduler
+from whet.serve.scheduler import SLOWDOWN, Scheduler
 from whet.tasks.chess.board import library
 from whet.types import UserError
 
@@ -38,7 +38,7 @@ SPARE_CONNECTIONS = 512
 BACKLOG = 128
 """Connections waiting to be accepted. A client that connects and leaves 1,500 times a second keeps the queue full of
 connections that are gone; with uvicorn's 2,048 places, everyone else waits a second behind them."""
-SWITCH_S = 0.0005
+SWITCH_S = 0.0001
 """Seconds that a thread keeps Python's lock while another waits for it. The thread that draws tokens releases it for
 each of PyTorch's longer operations, several times a step, and waits for it as often beside threads that are busy with
 requests: 5 ms each time with Python's own setting."""
@@ -66,6 +66,9 @@ class ServeConfig:
     """Longest prompt and completion together, in tokens, within the model's own context."""
     max_waiting: int = 256
     """Completions that may wait for a row; more are refused with status 503."""
+    slowdown: float = SLOWDOWN
+    """While somebody reads a stream, only so many other completions run that it takes at most this many times longer
+    for a token than alone; more wait. 0 runs as many as there are rows: more tokens per second together on CPUs."""
     split_thinking: bool = True
     """Return a chat's thinking as `reasoning_content`, and only the answer as `content`."""
     board: bool = False
@@ -91,6 +94,8 @@ class ServeConfig:
             raise ValueError(f"context = {self.context}: expected 2 or more tokens")
         if self.max_waiting < 0:
             raise ValueError(f"max_waiting = {self.max_waiting}: expected 0 or more")
+        if self.slowdown and not 2 <= self.slowdown <= 1000:
+            raise ValueError(f"slowdown = {self.slowdown}: expected 2 to 1000 times, or 0 for no limit")
         if self.image_root and not Path(self.image_root).is_dir():
             raise ValueError(f"image_root = {self.image_root!r}: no such folder")
         if self.weight_updates and ("," in self.policy.adapter or "=" in self.policy.adapter):
@@ -181,7 +186,9 @@ def main(config: ServeConfig) -> None:
             steers=True,
         )
         name = config.name or user_path(config.policy.init).resolve().name
-        with Scheduler(policy, context=config.context, max_waiting=config.max_waiting) as scheduler:
+        with Scheduler(
+            policy, context=config.context, max_waiting=config.max_waiting, slowdown=config.slowdown
+        ) as scheduler:
             api = Api(
                 policy,
                 scheduler,
