@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from late import wait_for
+from needs import needs
 
 from whet.sandbox.graders.graders import GraderPool
 from whet.sandbox.graders.server import plain_number
@@ -57,6 +58,17 @@ async def later(x):
 def length(problem, completion):
     assert isinstance(problem, Problem), type(problem)
     return [len(completion), problem.answer, problem.meta["level"]]
+
+def work(how, seconds):
+    began = time.monotonic()
+    if how == "waits":
+        time.sleep(seconds)
+    elif how == "computes":
+        while time.monotonic() - began < seconds:
+            pass
+    else:
+        subprocess.run(["sleep", str(seconds)])
+    return os.getpid()
 
 def eat(mib):
     return len(bytearray(mib << 20))
@@ -170,6 +182,19 @@ def with_server(make: Callable[..., GraderPool], name: str, **options: Any) -> t
     (keeper,) = set(children(os.getpid())) - set(before)
     (server,) = children(keeper)
     return graders, server
+
+
+@needs("linux")
+@pytest.mark.parametrize(("how", "most"), [("waits", 16), ("computes", 1), ("has a child", 1)])
+def test_calls_that_wait_for_a_service_leave_their_place(
+    how: str, most: int, pool: Callable[..., GraderPool]
+) -> None:
+    """A reward that asks a service is asked 16 times at once on one core; one that computes is not."""
+    seconds = 1.0 if how == "waits" else 0.2
+    graders = pool("work", num_workers=1, max_workers=16, deadline_s=60.0)
+    outcomes = graders.map([(how, seconds)] * (16 if how == "waits" else 4))
+    assert all(outcome.kind == "ok" for outcome in outcomes)
+    assert len({outcome.value for outcome in outcomes}) == most
 
 
 def children(pid: int) -> list[int]:

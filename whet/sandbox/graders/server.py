@@ -40,6 +40,10 @@ REAP_S = 0.02
 """Interval at which killed workers are polled until they are gone."""
 PATIENCE = 0.05
 """A call older than this share of the deadline no longer counts as running: another one starts."""
+WAITS_S = 0.05
+"""A call older than this whose process sleeps no longer counts as running: it waits for a service, not for a core."""
+BUSY = 0.2
+"""Share of a call's time that its process computes at least, where it is not taken for one that waits."""
 LONGEST_VALUE = 1 << 20
 _PR_SET_PDEATHSIG = 1
 
@@ -49,6 +53,18 @@ def address_space() -> int:
     with suppress(OSError), open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
     return 0
+
+
+def processor_s(pid: int) -> tuple[bool, float]:
+    """Return whether a process or a child of it may be running (True where that is unknown), and its processor time."""
+    with suppress(OSError, ValueError, IndexError):
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        with open(f"/proc/{pid}/task/{pid}/children", "rb") as file:
+            has_children = bool(file.read().strip())
+        seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return has_children or fields[0] not in (b"S", b"D"), seconds
+    return True, 0.0
 
 
 def grade(function: Callable[..., Any], line: bytes, runner: asyncio.Runner) -> dict[str, Any]:
@@ -175,14 +191,28 @@ class Worker:
     channel: Channel
     call: Call | None = None
     started: float = 0.0
+    looked_at: float = 0.0
+    computed_s: float = 0.0
+
+    def is_running(self, now: float, patience_s: float) -> bool:
+        """Say whether its call takes the place of another: it is neither too old, nor waits for something else."""
+        if self.call is None or now - self.started >= patience_s:
+            return False
+        if now - self.started < WAITS_S:
+            return True
+        runs, seconds = processor_s(self.pid)
+        if self.looked_at < self.started:
+            self.looked_at, self.computed_s = now, seconds
+        return runs or seconds - self.computed_s > BUSY * (now - self.looked_at)
 
 
 @dataclass(eq=False)
 class Server:
     """Hands calls to workers and enforces deadlines.
 
-    At most `num_workers` calls younger than PATIENCE of the deadline run at a time. Older ones are presumed to hang;
-    until their deadline more workers are started, up to `max_workers`.
+    At most `num_workers` calls younger than PATIENCE of the deadline run at a time. Older ones are presumed to hang,
+    and those whose processes sleep to wait for something else, such as a service: until they end more workers are
+    started, up to `max_workers`.
     """
 
     control: socket.socket
@@ -227,6 +257,8 @@ class Server:
                 age = now - worker.started
                 patience = PATIENCE * self.deadline_s
                 waits.append((patience if self.queue and age < patience else self.deadline_s) - age)
+                if self.queue and len(self.workers) < self.max_workers:
+                    waits.append(WAITS_S)
         return {fd for fd, _ in poll.poll(max(0.0, min(waits)) * 1000 + 0.5)}
 
     def _accept(self) -> bool:
@@ -286,9 +318,11 @@ class Server:
             worker.call = None
 
     def _dispatch(self) -> None:
-        old = time.monotonic() - PATIENCE * self.deadline_s
-        num_young = sum(worker.call is not None and worker.started > old for worker in self.workers)
-        while self.queue and num_young < self.num_workers:
+        if not self.queue:
+            return
+        now, patience_s = time.monotonic(), PATIENCE * self.deadline_s
+        num_running = sum(worker.is_running(now, patience_s) for worker in self.workers)
+        while self.queue and num_running < self.num_workers:
             worker = next((worker for worker in self.workers if worker.call is None), None)
             if worker is None:
                 if len(self.workers) >= self.max_workers:
@@ -297,7 +331,7 @@ class Server:
             call = worker.call = self.queue.popleft()
             worker.started = time.monotonic()
             worker.channel.write(call.index + b" " + call.payload + b"\n")
-            num_young += 1
+            num_running += 1
 
     def _start_worker(self) -> Worker:
         ours, theirs = socket.socketpair()
