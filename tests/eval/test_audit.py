@@ -250,3 +250,28 @@ def test_a_slow_reward_that_pays_for_nothing_is_still_refused(monkeypatch: pytes
     constant = replace(slow_reward(0.0, []), many=lambda items: [1.0] * len(items))
     with pytest.raises(UserError, match="an empty completion"):
         preflight(TASK, [constant], SCHEMA, PROBLEMS)
+
+
+def test_an_audit_scores_the_completions_of_several_problems_together() -> None:
+    calls: list[int] = []
+    problems = Arithmetic().problems("train")[:16]
+    audit = audit_task(TASK, [slow_reward(0.0, calls)], SCHEMA, problems)
+    assert not any(check.is_refuted for check in audit.checks)
+    assert sum(calls) > 16 * 10
+    assert len(calls) < sum(calls) / 16
+
+
+def test_a_service_that_is_away_for_a_moment_refutes_nothing() -> None:
+    seen: set[tuple[str, str]] = set()
+    sound = slow_reward(0.0, [])
+
+    def many(items: Any) -> list[float | None]:
+        assert sound.many is not None
+        first = [(problem.uid, text) not in seen for problem, text in items]
+        seen.update((problem.uid, text) for problem, text in items)
+        return [None if new else score for new, score in zip(first, sound.many(items), strict=True)]
+
+    flaky = replace(sound, many=many)
+    assert preflight(TASK, [flaky], SCHEMA, PROBLEMS) == []
+    audit = audit_task(TASK, [flaky], SCHEMA, PROBLEMS)
+    assert not any(check.is_refuted for check in audit.checks)

@@ -21,6 +21,7 @@ from whet.eval.grade import judge_answers
 from whet.install import install_command
 from whet.rewards.base import (
     TIMEOUT_S,
+    Item,
     WeightedReward,
     best_total,
     build_rewards,
@@ -47,8 +48,10 @@ PREFLIGHT_S = 20.0
 """Seconds after which a preflight tries no further case: rewards and judges may be slow."""
 TOLD_S = 3.0
 """Seconds without a line after which a preflight says how far it is."""
-AT_ONCE = 16
-"""Completions that the user's rewards score together."""
+AT_ONCE = 32
+"""Completions that the user's rewards score together: as many as a pool of graders has workers."""
+PROBLEMS_AT_ONCE = 8
+"""Problems whose completions are scored together, where there is time for all."""
 NUM_SHOWN = 5
 SHOWN_CHARACTERS = 60
 
@@ -158,6 +161,7 @@ class _Auditor:
         # Those of the user run in a pool of processes, many at once, and each call has a deadline there.
         self.pooled = [reward for reward in self.rewards if reward.many is not None]
         self.scores: dict[tuple[str, str], dict[str, float | None]] = {}
+        self.answers: dict[str, tuple[str, str, list[tuple[str, str]]]] = {}
         self.schema = schema
         self.gold = Check("a right answer in the right format reaches the maximum")
         self.paying = Check("the rewards pay for the answer, not for the format alone", is_required=False)
@@ -174,19 +178,45 @@ class _Auditor:
         checks += [self.idle, self.quick]
         self.audit = Audit(checks, maximum=best_total(self.rewards) if self.is_whole else None)
 
-    def try_problem(self, problem: Problem, *, is_measured: bool) -> None:
-        """Test every claim on one problem."""
-        ideal = self._render(problem.answer, problem.solution)
+    def try_problems(self, problems: Sequence[Problem], *, num_measured: int) -> None:
+        """Test every claim on several problems; their completions are scored together, if there is time for all."""
+        if self.ends_at == math.inf:
+            self._score_ahead([(problem, self._answers(problem)[0]) for problem in problems])
+            self._score_ahead(
+                [
+                    item
+                    for problem in problems
+                    if self._total(problem, self._answers(problem)[0]) is not None
+                    for item in self._others(problem)
+                ]
+            )
+        for place, problem in enumerate(problems):
+            self.try_problem(problem, is_measured=place < num_measured)
+
+    def _answers(self, problem: Problem) -> tuple[str, str, list[tuple[str, str]]]:
+        """Return a perfect completion, a wrong answer that is nearly right, and hostile ones with their names."""
+        if problem.uid in self.answers:
+            return self.answers[problem.uid]
         wrong = getattr(self.task, "wrong_answer", lambda p: mutated_answer(p.answer))(problem)
         hostile = [(name, text) for name, text in hostile_answers(problem, wrong) if name != "near miss"]
+        self.answers[problem.uid] = self._render(problem.answer, problem.solution), wrong, hostile
+        return self.answers[problem.uid]
+
+    def _others(self, problem: Problem) -> list[Item]:
+        """Return the completions that must pay less than a perfect one."""
+        _, wrong, hostile = self._answers(problem)
         texts = [self._render(text) for text in ("no answer", wrong, *(text for _, text in hostile))]
-        self._score_ahead(problem, [ideal])
+        return [(problem, text) for text in ("", *texts)]
+
+    def try_problem(self, problem: Problem, *, is_measured: bool) -> None:
+        """Test every claim on one problem."""
+        ideal, wrong, hostile = self._answers(problem)
         best = self._total(problem, ideal)
         self._try_gold(problem, best, ideal)
         if best is None:
             return
         # The first batch is always tried, the others while there is time.
-        self._score_ahead(problem, ["", *texts])
+        self._score_ahead(self._others(problem))
         spellings = getattr(self.task, "other_spellings", lambda p: rewritten_answers(p.answer))(problem)
         for spelling in (*spellings, *problem.other_answers):
             self.spelled.add(
@@ -262,19 +292,29 @@ class _Auditor:
                 return f"reward '{reward.name}' gives a perfect completion of problem {problem.uid} no score: {reason}"
         return ""
 
-    def _score_ahead(self, problem: Problem, completions: Sequence[str]) -> None:
-        """Score completions by the user's rewards, many at once; the first few, and the others while there is time."""
-        new = [text for text in dict.fromkeys(completions) if (problem.uid, text) not in self.scores]
-        for start in range(0, len(new) if self.pooled else 0, AT_ONCE):
+    def _score_ahead(self, items: Sequence[Item]) -> None:
+        """Score completions by the user's rewards, many at once; the first few, and the others while there is time.
+
+        What gets no score is scored once more: a service may be away for a moment.
+        """
+        if not self.pooled:
+            return
+        new = list({(problem.uid, text): (problem, text) for problem, text in items}.items())
+        new = [(key, item) for key, item in new if key not in self.scores]
+        for start in range(0, len(new), AT_ONCE):
             if start and time.monotonic() > self.ends_at:
                 return
-            part = new[start : start + AT_ONCE]
-            began = time.perf_counter()
-            scored = score_completions(self.pooled, [(problem, text) for text in part])
-            self.audit.seconds.append((time.perf_counter() - began) / len(part))
-            self.scores |= {(problem.uid, text): row for text, (row, _) in zip(part, scored, strict=True)}
-            self.num_calls += len(part)
-            self.tell(self.num_calls)
+            left = dict(new[start : start + AT_ONCE])
+            for _ in range(2):
+                began = time.perf_counter()
+                scored = score_completions(self.pooled, list(left.values()))
+                self.audit.seconds.append((time.perf_counter() - began) / len(left))
+                self.scores |= {key: row for key, (row, _) in zip(left, scored, strict=True)}
+                self.num_calls += len(left)
+                self.tell(self.num_calls)
+                left = {key: item for key, item in left.items() if None in self.scores[key].values()}
+                if not left:
+                    break
 
     def _has_time(self, problem: Problem, completion: str) -> bool:
         """Say whether a case is tried; count those that are not."""
@@ -284,7 +324,7 @@ class _Auditor:
         return has_time
 
     def _total(self, problem: Problem, completion: str) -> float | None:
-        self._score_ahead(problem, [completion])
+        self._score_ahead([(problem, completion)])
         known = {name: [score] for name, score in self.scores.get((problem.uid, completion), {}).items()}
         ((_, total),) = self._timed(
             lambda: score_completions(self.rewards, [(problem, completion)], known), completion
@@ -356,13 +396,15 @@ def audit_task(
     auditor = _Auditor(task, rewards, schema, limit_s, tell)
     judge_answers(task, [(problems[0], problems[0].answer)])  # start workers now: not timed
     score_completions(auditor.rewards, [(problems[0], schema.render("...", problems[0].answer))])
-    for number, problem in enumerate(problems):
-        if number and time.monotonic() > auditor.ends_at:
-            auditor.num_skipped += 1
+    size = PROBLEMS_AT_ONCE if auditor.ends_at == math.inf else 1
+    for start in range(0, len(problems), size):
+        part = problems[start : start + size]
+        if start and time.monotonic() > auditor.ends_at:
+            auditor.num_skipped += len(part)
             continue
-        auditor.try_problem(problem, is_measured=number < num_measured)
+        auditor.try_problems(part, num_measured=num_measured - start)
         if on_done is not None:
-            on_done(1)
+            on_done(len(part))
     auditor.audit.num_skipped += auditor.num_skipped
     return auditor.audit
 
