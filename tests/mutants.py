@@ -1763,7 +1763,9 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("guard", "or event is None or job.cancelled:", "or event is None:"),
     ],
     ("serve/scheduler.py", (f"{SERVING}::test_decoding_has_its_share_of_the_time",)): [
-        ("bound", "self._owed_s = (perf_counter() - began) / READING_SHARE", "self._owed_s = 1e-9"),
+        ("bound", "self._owed_s = (perf_counter() - began) / share", "self._owed_s = 1e-9"),
+        ("bound", "most = min(most, self._pace.most_rows)", "most = self._max_rows"),
+        ("bound", "return self._pace.piece_tokens if", "return PIECE_TOKENS if"),
     ],
     ("serve/stream.py", (f"{SERVING}::test_tokens_that_end_a_completion_are_no_text",)): [
         ("mask", "if index in self._silent_ids:", "if False:"),
