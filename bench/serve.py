@@ -1,6 +1,6 @@
 """Print the throughput of 64 concurrent streams against one stream at a time, on the same server in one run.
 
-python bench/serve.py [--streams N] [--tokens N] [--rounds N] [--json FILE]
+python bench/serve.py [--streams N] [--tokens N] [--rounds N] [--slowdown X] [--json FILE]
 
 Each round times both on one `whet serve` in a process of its own, with one thread for the model: every stream draws the
 same number of tokens from random weights. What is claimed is the ratio of the medians (docs/serve.md); exit status 1
@@ -33,7 +33,8 @@ from whet.schema import SCHEMAS
 
 SERVE = (
     "import sys; from whet.serve.serve import *; "
-    "main(ServeConfig(policy=PolicyConfig(init=sys.argv[1], max_rows=int(sys.argv[2]), num_threads=1), port=0))"
+    "main(ServeConfig(policy=PolicyConfig(init=sys.argv[1], max_rows=int(sys.argv[2]), num_threads=1), port=0, "
+    "slowdown=float(sys.argv[3])))"
 )
 
 
@@ -101,11 +102,15 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=64, help="concurrent streams")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each stream")
     parser.add_argument("--rounds", type=int, default=3, help="times that both are measured")
+    parser.add_argument(
+        "--slowdown", type=float, default=0, help="the server's: 0 lets all streams run together"
+    )
     parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         num_weights = save_model(Path(folder) / "bench")
         command = [sys.executable, "-c", SERVE, str(Path(folder) / "bench"), str(options.streams)]
+        command.append(str(options.slowdown))
         with processes.start(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             url = process.stdout.readline().split(" at ")[1].split(" ")[0]

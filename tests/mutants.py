@@ -1764,6 +1764,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
     ],
     ("serve/scheduler.py", (f"{SERVING}::test_decoding_has_its_share_of_the_time",)): [
         ("bound", "self._owed_s = (perf_counter() - began) / share", "self._owed_s = 1e-9"),
+    ],
+    ("serve/scheduler.py", (f"{SERVING}::test_a_stream_keeps_a_third_of_its_pace",)): [
         ("bound", "most = min(most, self._pace.most_rows)", "most = self._max_rows"),
         ("bound", "return self._pace.piece_tokens if", "return PIECE_TOKENS if"),
     ],
