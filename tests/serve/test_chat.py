@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ from whet.generate.engine import Engine, Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.model.config import ModelConfig
-from whet.model.text.template import PLAIN_TEMPLATE
+from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import build_model
 from whet.schema import SCHEMAS
 from whet.serve import chat
-from whet.serve.chat import Chat, ChatConfig, Reply, Terminal
+from whet.serve.chat import Chat, ChatConfig, ChatSampling, Reply, Terminal
+from whet.serve.openai import parse_text
 from whet.serve.scheduler import Scheduler
+from whet.serve.stream import own_sampling
 from whet.types import Problem, UserError
 
 CHATML = (
@@ -165,10 +168,20 @@ def test_questions_stand_alone_where_the_prompt_has_one_turn(make: Make) -> None
 
 
 def test_an_answer_that_never_comes(make: Make) -> None:
-    seat = make("hm ", sampling=SamplingParams(max_new_tokens=9))
+    seat = make("hm ", sampling=ChatSampling(max_new_tokens=9))
     assert seat.say("x") == ("\n", "no answer: the thinking did not end within 9 tokens (/think shows it)\n")
-    cut = make("</think>" + "long " * 3, sampling=SamplingParams(max_new_tokens=9))
+    cut = make("</think>" + "long " * 3, sampling=ChatSampling(max_new_tokens=9))
     assert cut.say("x") == ("long lon\n", "cut off: sampling.max_new_tokens or the context was reached\n")
+
+
+def test_a_piped_reply_is_written_as_it_comes(make: Make) -> None:
+    seat = make("</think>" + "one two three " * 9, sampling=ChatSampling(max_new_tokens=60))
+    parts: list[str] = []
+    write = seat.out.write
+    seat.out.write = lambda text: (parts.append(text), write(text))[1]  # type: ignore[method-assign]
+    out, _ = seat.say("x")
+    assert out.startswith("one two three one")
+    assert len([part for part in parts if part]) > 20
 
 
 def test_seeds_and_temperature_draw_what_the_engine_draws(make: Make) -> None:
@@ -183,7 +196,7 @@ def test_seeds_and_temperature_draw_what_the_engine_draws(make: Make) -> None:
     engine = Engine(model_of.model, stop_ids=model_of.stop_ids)
     (row,) = engine.generate([Request(prompt_ids=prompt, seeds=seeds)], params)
     with Scheduler(model_of, context=512, max_waiting=0) as scheduler:
-        seat = Seat(model_of, scheduler, is_terminal=False, sampling=SamplingParams(max_new_tokens=12))
+        seat = Seat(model_of, scheduler, is_terminal=False, sampling=ChatSampling(max_new_tokens=12))
         seat.say("/seed 5", "/temperature 0.7")
         for done in row:
             reply = Reply()
@@ -195,7 +208,7 @@ def test_seeds_and_temperature_draw_what_the_engine_draws(make: Make) -> None:
 
 
 def test_ctrl_c_stops_the_answer_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    seat = make("thinking ", sampling=SamplingParams(max_new_tokens=400))
+    seat = make("thinking ", sampling=ChatSampling(max_new_tokens=400))
     original = chat.ResponseText.push
     calls = []
 
@@ -317,7 +330,7 @@ def test_images_are_shown_with_the_next_question(
         return policy.prompt_ids(Problem(uid="x", task="x", prompt=text, answer="", images=sources))
 
     with Scheduler(policy, context=128, max_waiting=0) as scheduler:
-        seat = Seat(policy, scheduler, is_terminal=False, sampling=SamplingParams(max_new_tokens=4))
+        seat = Seat(policy, scheduler, is_terminal=False, sampling=ChatSampling(max_new_tokens=4))
         _, notes = seat.say(f"/image {tmp_path / 'a.png'}", f"/image {tmp_path / 'b.png'}")
         assert notes.splitlines()[1] == "image 2 of the next question; /reset takes images back"
         seat.say("ab=", "ab=")
@@ -348,3 +361,33 @@ def test_a_model_that_reads_text_alone_refuses_images(make: Make, tmp_path: Path
     out, error = make().say(f"/image {tmp_path / 'a.png'}")
     assert (out, error.count("\n")) == ("", 1)
     assert error.startswith("error: this model reads text alone")
+
+
+@pytest.mark.parametrize(
+    ("stored", "template", "chat", "text"),
+    [
+        ({}, BASE_TEMPLATE, (1.0, 1.0), (1.0, 1.0)),
+        ({}, "{{ messages[0].content }}", (0.7, 0.95), (1.0, 1.0)),
+        ({"temperature": 0.6, "top_k": 20}, "{{ messages[0].content }}", (0.6, 1.0), (0.6, 1.0)),
+        ({"do_sample": False, "temperature": 0.6}, BASE_TEMPLATE, (0.0, 1.0), (0.0, 1.0)),
+        ({"temperature": "hot"}, "{{ messages[0].content }}", (0.7, 0.95), (1.0, 1.0)),
+    ],
+)
+def test_a_model_is_sampled_as_its_makers_say(
+    stored: dict[str, Any], template: str, chat: tuple[float, float], text: tuple[float, float]
+) -> None:
+    policy = make_policy(template=template)
+    policy.model.sampling_defaults = stored
+    for is_chat, expected in ((True, chat), (False, text)):
+        own = own_sampling(policy, is_chat=is_chat)
+        assert (own.temperature, own.top_p) == expected
+    own = own_sampling(policy)
+    assert own.top_k == stored.get("top_k", 0)
+    assert ChatSampling(max_new_tokens=9).over(own) == replace(own, max_new_tokens=9)
+    assert ChatSampling(temperature=1.0).over(own) == SamplingParams(max_new_tokens=2048)
+    asked = parse_text({"prompt": "x"}, own).params
+    assert asked == replace(own, max_new_tokens=asked.max_new_tokens)
+    assert parse_text({"prompt": "x", "top_p": 0.5}, own).params == replace(
+        SamplingParams(), top_p=0.5, max_new_tokens=asked.max_new_tokens
+    )
+    assert parse_text({"prompt": "x", "return_token_ids": True}, own).params.temperature == 1.0

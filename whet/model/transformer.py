@@ -277,7 +277,7 @@ class LanguageModel(nn.Module):
         checkpoint_layers: Whether training recomputes layers' activations in the backward pass.
         recompute: What of them, where `checkpoint_layers` is on.
         loss_scale: Factor of the losses that training backpropagates; 1 outside float16.
-        sampling_defaults: What the folder's generation_config.json says of sampling, for what is written.
+        sampling_defaults: What the folder's generation_config.json says of sampling, for chats and what is written.
         merged_adapters: SHA-256 of the adapters that were merged into the weights.
         images: The images that prompts may name (`whet.model.vision`); None for a model that reads text alone.
     """

@@ -688,7 +688,7 @@ SAMPLING_DEFAULTS = ("do_sample", "temperature", "top_p", "top_k", "min_p", "rep
 
 
 def _sampling_defaults(folder: Path) -> dict[str, Any]:
-    """Return how the model's makers sample: whet does not read it, and passes it on."""
+    """Return how the model's makers sample: chats and servers do so, too, and what is written passes it on."""
     path = folder / "generation_config.json"
     stored = read_json(path) if path.is_file() else {}
     return {name: stored[name] for name in SAMPLING_DEFAULTS if stored.get(name) is not None}

@@ -58,7 +58,7 @@ from whet.serve.openai import (
     usage_of,
 )
 from whet.serve.scheduler import Ask, BusyError, Event, Scheduler, Ticket, read_outline, read_update
-from whet.serve.stream import chat_prompt, has_turns, unread_note
+from whet.serve.stream import chat_prompt, has_turns, own_sampling, unread_note
 from whet.types import UserError
 
 MAX_BODY_BYTES = 4 * 2**20
@@ -139,6 +139,7 @@ class Api:
             raise UserError(f"name = {name!r}: an adapter has that name; give the base another with --name")
         self._base, self._adapters = name, {name: "", **{adapter: adapter for adapter in adapters}}
         self._splits = split_thinking
+        self._sampling = {is_chat: own_sampling(policy, is_chat=is_chat) for is_chat in (True, False)}
         self._groups: dict[str, WeightGroup] = {}
         self._image_root = image_root
         self._image_urls: Urls = image_urls
@@ -419,7 +420,8 @@ class Api:
         """Read what a client asks for, and the tokens of its prompts; takes seconds where they are long."""
         fields = parse_json(body)
         model = self._check_model(fields.get("model"))
-        asked = parse_chat(fields, self._scheduler.context) if is_chat else parse_text(fields)
+        own = self._sampling[is_chat]
+        asked = parse_chat(fields, self._scheduler.context, own) if is_chat else parse_text(fields, own)
         policy = self._policy.named(self._adapters[model])  # an adapter is asked as it was trained
         if asked.stop_ids is not None and asked.stop_ids != frozenset(policy.stop_ids):
             raise ApiError(

@@ -7,7 +7,7 @@ import queue
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -24,7 +24,16 @@ from whet.generate.rows import Completion, Request
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.model.vision.reading import is_data_uri, is_url, locate, read_picture
 from whet.serve.scheduler import Ask, Event, Scheduler
-from whet.serve.stream import Piece, ResponseText, TokenText, chat_prompt, has_turns, silent_ids, unread_note
+from whet.serve.stream import (
+    Piece,
+    ResponseText,
+    TokenText,
+    chat_prompt,
+    has_turns,
+    own_sampling,
+    silent_ids,
+    unread_note,
+)
 from whet.telemetry.display import escape_controls
 from whet.types import UserError
 
@@ -32,6 +41,30 @@ NO_MODEL = "MODEL"
 Number = TypeVar("Number", int, float)
 SHOWN_THINKING = 8
 """Visible lines of thinking while it is generated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSampling:
+    """Sampling settings; what is left out is the model's own (`own_sampling`)."""
+
+    temperature: float | None = None
+    """Divides the logits; 0 is greedy."""
+    top_k: int | None = None
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float | None = None
+    """Keep the smallest set of tokens with at least this probability; 1 keeps all."""
+    min_p: float | None = None
+    """Keep tokens with at least this share of the top probability; 0 keeps all."""
+    max_new_tokens: int = 2048
+    """Longest reply in tokens, including the stop token."""
+
+    def __post_init__(self) -> None:
+        self.over(SamplingParams())
+
+    def over(self, own: SamplingParams) -> SamplingParams:
+        """Return the settings; with any of the four given, the model's own count no more."""
+        given = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None}
+        return SamplingParams(**given) if len(given) > 1 else replace(own, **given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +79,8 @@ class ChatConfig:
     """Images of the first question, for a model that sees: files, data URIs, or http(s) addresses."""
     system: str = ""
     """System message; empty for the policy's own instruction."""
-    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=2048))
-    """Sampling settings."""
+    sampling: ChatSampling = field(default_factory=ChatSampling)
+    """Sampling settings; without any the model's own (generation_config.json), else temperature 0.7 and top-p 0.95."""
     context: int = 4096
     """Longest conversation in tokens, within the model's own context."""
     seed: int = 0
@@ -122,7 +155,8 @@ class Chat:
 
     def __init__(self, policy: Policy, scheduler: Scheduler, config: ChatConfig) -> None:
         self._policy, self._scheduler = policy, scheduler
-        self.system, self.seed, self.sampling = config.system, config.seed, config.sampling
+        self.system, self.seed = config.system, config.seed
+        self.sampling = config.sampling.over(own_sampling(policy))
         self.remembers = has_turns(policy)
         self.turns: list[tuple[Question, Reply]] = []
         self.images: tuple[str, ...] = ()
@@ -266,18 +300,19 @@ class Terminal:
             if self._console.is_terminal:
                 self._show(pieces, reply)
             else:
-                for _ in pieces:
-                    pass
-                self._console.print(_plain(reply.answer), soft_wrap=True)
+                for piece in pieces:
+                    self._console.print(_plain(piece.answer), end="", soft_wrap=True)
+                    self._console.file.flush()
+                self._console.print()
         except KeyboardInterrupt:
             self._note("stopped; this exchange is forgotten")
             return
         finally:
             pieces.close()  # frees the row
         if not reply.answer and reply.thinking:
-            self._note(
-                f"no answer: the thinking did not end within {reply.num_thinking} tokens (/think shows it)"
-            )
+            is_cut = reply.end == "length"
+            told = "the thinking did not end within" if is_cut else "the model stopped while thinking, after"
+            self._note(f"no answer: {told} {reply.num_thinking} tokens (/think shows it)")
         elif reply.end == "length":
             self._note("cut off: sampling.max_new_tokens or the context was reached")
 

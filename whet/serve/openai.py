@@ -254,6 +254,11 @@ def _alone(value: Any) -> Any:
     return [value] if isinstance(value, str) or is_ids else value
 
 
+SAMPLED_BY = frozenset({"temperature", "top_p", "top_k", "min_p"})
+"""Fields that say how tokens are drawn: with any of them the others are OpenAI's defaults, without one the model's."""
+OPENAIS = SamplingParams()
+
+
 class _Body(BaseModel):
     """What both endpoints read; a field that is not here is refused, and no value is converted."""
 
@@ -273,8 +278,10 @@ class _Body(BaseModel):
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, max_length=MAX_STOP_IDS)
     skip_special_tokens: bool = False
 
-    def asked(self, max_new_tokens: int, *, adds_stop_ids: bool = True, **more: Any) -> Asked:
-        """Return the request with what its endpoint adds."""
+    def asked(
+        self, max_new_tokens: int, *, own: SamplingParams, adds_stop_ids: bool = True, **more: Any
+    ) -> Asked:
+        """Return the request with what its endpoint adds; it is drawn as `own` says where it does not say how."""
         if self.min_tokens > max_new_tokens:
             told = f"min_tokens: expected at most max_tokens = {max_new_tokens}, got {self.min_tokens}"
             raise ApiError(400, told, param="min_tokens")
@@ -284,14 +291,16 @@ class _Body(BaseModel):
             min_new_tokens=self.min_tokens,
         )
         try:
-            params = SamplingParams(
-                # Clients ask for 1e-7 where they mean greedy, since some servers refuse 0.
-                temperature=0.0 if 0 < self.temperature < LEAST_TEMPERATURE else self.temperature,
-                top_p=self.top_p,
-                top_k=max(0, self.top_k),  # -1 is how vLLM says 'all'
-                min_p=self.min_p,
-                max_new_tokens=max_new_tokens,
-            )
+            params = replace(own, max_new_tokens=max_new_tokens)
+            if self.model_fields_set & SAMPLED_BY:
+                params = SamplingParams(
+                    # Clients ask for 1e-7 where they mean greedy, since some servers refuse 0.
+                    temperature=0.0 if 0 < self.temperature < LEAST_TEMPERATURE else self.temperature,
+                    top_p=self.top_p,
+                    top_k=max(0, self.top_k),  # -1 is how vLLM says 'all'
+                    min_p=self.min_p,
+                    max_new_tokens=max_new_tokens,
+                )
         except ValueError as error:
             raise ApiError(400, str(error), param=str(error).split(" ")[0]) from None
         return Asked(
@@ -346,12 +355,13 @@ class _Text(_Body):
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP)
 
 
-def parse_chat(body: Mapping[str, Any], context: int) -> Asked:
+def parse_chat(body: Mapping[str, Any], context: int, own: SamplingParams = OPENAIS) -> Asked:
     """Read the body of /v1/chat/completions.
 
     Args:
         body: The JSON object.
         context: Longest completion where none is asked for, in tokens.
+        own: How tokens are drawn where the request does not say how.
 
     Raises:
         ApiError: What is wrong, with the field to blame.
@@ -367,6 +377,7 @@ def parse_chat(body: Mapping[str, Any], context: int) -> Asked:
     _check_images(messages)
     return chat.asked(
         chat.max_completion_tokens or chat.max_tokens or context,
+        own=own,
         messages=messages,
         num_top=chat.top_logprobs if chat.logprobs else None,
         template_values=chat.template_values,
@@ -440,11 +451,12 @@ def _check_images(messages: Sequence[Mapping[str, Any]]) -> None:
         raise ApiError(400, f"messages: expected at most {MAX_IMAGES} images, got {count}", param="messages")
 
 
-def parse_text(body: Mapping[str, Any]) -> Asked:
+def parse_text(body: Mapping[str, Any], own: SamplingParams = OPENAIS) -> Asked:
     """Read the body of /v1/completions.
 
     Args:
         body: The JSON object.
+        own: How tokens are drawn where the request does not say how.
 
     Raises:
         ApiError: What is wrong, with the field to blame.
@@ -463,6 +475,7 @@ def parse_text(body: Mapping[str, Any]) -> Asked:
         raise ApiError(400, "return_token_ids is not supported with min_tokens", param="min_tokens")
     return text.asked(
         max(1, text.max_tokens),
+        own=OPENAIS if text.return_token_ids else own,  # a trainer's: the model's whole distribution
         prompts=tuple(row if isinstance(row, str) else tuple(row) for row in text.prompt),
         num_top=text.logprobs,
         echo=text.echo,
