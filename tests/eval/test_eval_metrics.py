@@ -247,6 +247,14 @@ def test_below_one_in_twenty_a_score_is_luck(pass_at_1: float, warns: bool) -> N
     assert bool(text) == warns
 
 
+def test_a_score_near_zero_is_no_luck_where_greedy_answers_are_right_or_samples_were_cut() -> None:
+    assert "luck" not in remark(0.02, 200, 16, greedy=0.08)
+    assert "not greedily (8.0 %): lower sampling.temperature" in remark(0.02, 200, 16, greedy=0.08)
+    assert "luck" in remark(0.02, 200, 16, greedy=0.04)
+    assert "62 % of the samples were cut off" in remark(0.5, 200, 16, truncated=0.62)
+    assert remark(0.5, 200, 16, greedy=0.6, truncated=0.1) == ""
+
+
 def test_a_label_with_one_value_makes_no_table() -> None:
     labels = [{"subject": "algebra", "level": "1"}, {"subject": "algebra", "level": "2"}]
     asked = [replace(problem, meta=meta) for problem, meta in zip(problems(2), labels, strict=True)]

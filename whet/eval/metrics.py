@@ -23,6 +23,8 @@ from whet.stats import (
 from whet.types import Problem
 
 NEAR_ZERO = 0.05
+CUT_OFTEN = 0.3
+"""Share of samples that were cut off above which the limit, and not the model, is what a measurement shows."""
 BREAKDOWN = ("part", "subject", "level", "environment")
 """Problem labels by which pass@1 is also reported."""
 COUNTS = ("thinking_tokens", "completion_tokens", "turns")
@@ -137,7 +139,13 @@ def summarise(
     entropies = [value for row in answers if (value := answer_entropy(row)) is not None]
     is_anecdote = count == 1 or len(problems) == 1
     return {
-        "remark": remark(metrics["pass@1"].mean, len(problems), count),
+        "remark": remark(
+            metrics["pass@1"].mean,
+            len(problems),
+            count,
+            greedy=metrics["greedy"].mean,
+            truncated=metrics["truncated"].mean,
+        ),
         "anecdote": is_anecdote,
         "num_problems": len(problems),
         "num_samples": count,
@@ -178,17 +186,29 @@ def breakdown(problems: Sequence[Problem], samples: Rows) -> dict[str, dict[str,
     return found
 
 
-def remark(pass_at_1: float, num_problems: int, num_samples: int) -> str:
+def remark(
+    pass_at_1: float, num_problems: int, num_samples: int, *, greedy: float = 0.0, truncated: float = 0.0
+) -> str:
     """Return a warning about what the numbers do not show; '' if there is none."""
     found: list[str] = []
     if num_samples == 1 or num_problems == 1:
         why = "one problem" if num_problems == 1 else "one sample per problem"
         found.append(f"anecdote: {why} says little about the model; use more before you draw conclusions.")
-    if pass_at_1 < NEAR_ZERO:
+    if pass_at_1 < NEAR_ZERO <= greedy:
+        found.append(
+            f"accuracy is near zero when sampled (pass@1 {100 * pass_at_1:.1f} %), "
+            f"not greedily ({100 * greedy:.1f} %): lower sampling.temperature, or read greedy."
+        )
+    elif pass_at_1 < NEAR_ZERO:
         found.append(
             f"accuracy is near zero (pass@1 {100 * pass_at_1:.1f} %): the model does not solve this task; right "
             "answers of this share, and the pass@k made of them, are what lucky guesses give. Read format and samples "
             "instead."
+        )
+    if truncated > CUT_OFTEN:
+        found.append(
+            f"{100 * truncated:.0f} % of the samples were cut off before they ended, and count as wrong where their "
+            "answer did not come: raise sampling.max_new_tokens."
         )
     return " ".join(found)
 
