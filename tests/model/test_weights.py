@@ -293,6 +293,12 @@ def test_a_config_that_is_no_text_or_too_long(folder: Path, monkeypatch: pytest.
     refused(lambda: files.read_json(folder / "nothing.json"), "nothing.json: no such file")
 
 
+def test_keys_that_cannot_change_the_computation_pass(folder: Path) -> None:
+    before = load_model(folder)[0].config
+    change_config(folder, _made_by="x", _fixed=2, tool_token_id=7, stop_token_ids=[1], unsloth_mark=True)
+    assert load_model(folder)[0].config == before
+
+
 @pytest.mark.parametrize(
     ("fields", "part"),
     [

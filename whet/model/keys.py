@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 NAMES = """
-_attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash
-_experts_implementation _experts_implementation_internal _flash_attn_2_enabled _from_auto _from_model_config
-_model_name_or_path _name_or_path _output_attentions _sliding_window_pattern add_cross_attention
-architectures assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight
-assistant_lookbehind attention_dropout attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens
-bos_token_id cache_config cache_implementation chunk_size_feed_forward classifier_dropout cls_token_id
-compile_config constraints continuous_batching_config cross_attention_hidden_size decoder_start_token_id
+add_cross_attention architectures assistant_confidence_threshold assistant_early_exit
+assistant_ensemble_weight assistant_lookbehind attention_dropout attn_implementation attn_pdrop
+bad_words_ids begin_suppress_tokens cache_config cache_implementation chunk_size_feed_forward
+classifier_dropout compile_config constraints continuous_batching_config cross_attention_hidden_size
 disable_compile diversity_penalty do_sample dola_layers dtype early_stopping embd_pdrop
-encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token_id epsilon_cutoff eta_cutoff
-experts_implementation exponential_decay_length_penalty finetuning_task force_words_ids forced_bos_token_id
-forced_decoder_ids forced_eos_token_id generation_kwargs gradient_checkpointing guidance_scale id2label
-initializer_range is_assistant is_decoder is_encoder_decoder is_llama_config label2id layer_norm_epsilon
-length_penalty loss_type low_memory mask_token_id max_cache_len max_length max_matching_ngram_size
-max_new_tokens max_time min_length min_new_tokens min_p model_max_length model_type n_ctx name_or_path
-no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams
-num_return_sequences output_attentions output_hidden_states output_logits output_router_logits output_scores
-pad_token_id penalty_alpha prefill_chunk_size prefix pretraining_tp problem_type prompt_lookup_num_tokens
-pruned_heads remove_invalid_values renormalize_logits reorder_and_upcast_attn repetition_penalty resid_pdrop
-return_dict return_dict_in_generate return_legacy_cache router_aux_loss_coef router_jitter_noise
-sep_token_id sequence_bias speculation_type stop_strings summary_activation summary_first_dropout
-summary_proj_to_labels summary_type summary_use_proj suppress_tokens target_lookbehind task_specific_params
-temperature tf_legacy_loss tie_encoder_decoder token_healing tokenizer_class top_h top_k top_p torch_dtype
-torchscript transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed unsloth_version
-use_bfloat16 use_cache use_model_defaults use_mtp use_return_dict watermarking_config
+encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff experts_implementation
+exponential_decay_length_penalty finetuning_task force_words_ids forced_decoder_ids generation_kwargs
+gradient_checkpointing guidance_scale id2label initializer_range is_assistant is_decoder
+is_encoder_decoder is_llama_config label2id layer_norm_epsilon length_penalty loss_type low_memory
+max_cache_len max_length max_matching_ngram_size max_new_tokens max_time min_length min_new_tokens min_p
+model_max_length model_type n_ctx name_or_path no_repeat_ngram_size num_assistant_tokens
+num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences output_attentions
+output_hidden_states output_logits output_router_logits output_scores penalty_alpha prefill_chunk_size
+prefix pretraining_tp problem_type prompt_lookup_num_tokens pruned_heads remove_invalid_values
+renormalize_logits reorder_and_upcast_attn repetition_penalty resid_pdrop return_dict
+return_dict_in_generate return_legacy_cache router_aux_loss_coef router_jitter_noise sequence_bias
+speculation_type stop_strings summary_activation summary_first_dropout summary_proj_to_labels
+summary_type summary_use_proj suppress_tokens target_lookbehind task_specific_params temperature
+tf_legacy_loss tie_encoder_decoder token_healing tokenizer_class top_h top_k top_p torch_dtype
+torchscript transformers.js_config typical_p use_bfloat16 use_cache use_model_defaults use_mtp
+use_return_dict watermarking_config
 """
 IRRELEVANT = frozenset(NAMES.split())
 """Keys that neither training nor sampling here computes with: names, ids that the tokenizer and generation_config.json
 have, generation's defaults (all that transformers' GenerationConfig writes), initialisation, dropout and load-balancing
 losses (there are none), memory layout, and heads for other tasks."""
+IRRELEVANT_KINDS = re.compile(r"_.*|.*_token_ids?|unsloth_.*|axolotl_.*|transformers.*")
+"""More of them: private ones, ids of control tokens, and marks of the tools that wrote the file."""
 MAX_SHOWN = 20
 IRRELEVANT_IF = {
     "rope_interleaved": False,  # SmolLM
@@ -170,6 +170,7 @@ class Keys(Mapping[str, Any]):
             for name, value in self._given.items()
             if name not in self.were_read
             and name not in IRRELEVANT
+            and not IRRELEVANT_KINDS.fullmatch(name)
             and value is not None
             and (name not in IRRELEVANT_IF or IRRELEVANT_IF[name] != value)
         ]
