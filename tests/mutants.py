@@ -2004,8 +2004,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ),
         (
             "choice",
-            'own = {"best": self.best, "last": self.last, "skipped": self._skipped.count}',
-            'own = {"best": self.best, "last": self.last, "skipped": 0}',
+            'own = {"best": self.best, "last": self.last, "skipped": self._skipped.count, "idle": self._num_idle}',
+            'own = {"best": self.best, "last": self.last, "skipped": 0, "idle": self._num_idle}',
         ),
         (
             "order",

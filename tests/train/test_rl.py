@@ -250,6 +250,35 @@ def test_resume_is_exact(
     assert max(row["rl/grad_norm"] for row in metrics(straight)) > 0
 
 
+def test_a_step_without_an_update_is_no_step_of_the_learning_rate_s_schedule(
+    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sometimes(schema: ResponseSchema, problem: Problem, completion: str) -> float:
+        score = length_reward(schema, problem, completion)
+        return score if score == 1.0 or int(problem.uid[-1], 16) % 2 else 0.0
+
+    set_reward(monkeypatch, "format", sometimes)
+    optim = OptimConfig(lr=1e-3, warmup_steps=3, schedule="linear", final_lr_share=0.0, token_budget=200)
+    options: dict[str, Any] = {"num_prompts": 1, "num_steps": 8, "optim": optim}
+    train(make_config(tiny_policy, tmp_path / "straight", **options))
+    rows = metrics(tmp_path / "straight")
+    has_update = [row["rl/updates"] > 0 for row in rows]
+    assert 0 < sum(has_update[:5]) < 5
+    # From 1e-3 / 3 on by thirds, then by fifths of what is left: 3 warm-up steps of 8.
+    planned = [1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3, 0.75e-3, 0.5e-3, 0.25e-3, 0.0]
+    expected = [planned[sum(has_update[:step])] for step in range(8)]
+    assert [row["rl/lr"] for row in rows] == pytest.approx(expected)
+
+    broken = make_config(tiny_policy, tmp_path / "broken", **options)
+    for number, _ in enumerate(running := steps(broken), start=1):
+        if number == 4:  # one after the checkpoint of step 3
+            running.close()
+            break
+    train(broken, resume=True)
+    assert metrics(tmp_path / "broken") == rows
+    assert final_files(tmp_path / "broken", 8) == final_files(tmp_path / "straight", 8)
+
+
 @pytest.mark.some(6)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_named_algorithm_trains(

@@ -629,7 +629,7 @@ def test_steps_are_saved_where_due_and_at_the_end_with_all_that_training_goes_on
         run.end_step(held)
     assert [training is not None for _, _, training in saves] == [False, True, False, True]
     tensors, state = saves[1][2]
-    assert state == {"cursor": 7, "best": 0.5, "last": {"sft/loss": 2.0}, "skipped": 3}
+    assert state == {"cursor": 7, "best": 0.5, "last": {"sft/loss": 2.0}, "skipped": 3, "idle": 0}
     assert tensors.keys() == {"own", *run.optimizer.tensors()}
     assert len(tensors) > 1
 
@@ -664,12 +664,15 @@ def test_where_a_run_stands(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
 
 def test_an_overflow_is_a_skip_that_is_reported_once(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     run, _, _ = around(tiny_policy, tmp_path)
+    first = run.lr
     run.optimizer.num_overflows = 2
     assert not run.is_skipped
     found = run.end_update({"sft/loss": 1.0, "sft/grad_norm": math.inf}, held)
     assert found == {"sft/overflows": 2.0}, "an infinite norm is the overflow itself"
     assert run.is_skipped
+    assert run.lr == first > 0, "the schedule goes on with the updates"
     assert run.end_update({"sft/loss": 1.0, "sft/grad_norm": 1.0}, held) == {}
+    assert run.lr != first
     assert not run.is_skipped
     assert run.end_update({"sft/loss": math.nan, "sft/grad_norm": 1.0}, held) == {"sft/skipped": 1.0}
     assert run.is_skipped

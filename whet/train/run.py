@@ -105,7 +105,7 @@ class Run:
         self._folder = Path(config.out)
         self._recorder = Recorder(self._folder, stage, policy, enabled=records)
         self._skipped = Skipped(config.safety.max_skipped)
-        self._num_overflows = 0
+        self._num_overflows = self._num_idle = 0
         self._history: list[dict[str, float]] = []
         self._end = config.num_steps
         self._saved = 0
@@ -139,6 +139,7 @@ class Run:
         self.best = None if state["best"] is None else float(state["best"])
         self.last = dict(state["last"])
         self._skipped.count = int(state.get("skipped", 0))
+        self._num_idle = int(state.get("idle", 0))
         self._history = past_rows(self._folder, self.stage, self.step)[-HISTORY_ROWS:]
         return saved, state
 
@@ -233,8 +234,9 @@ class Run:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next update."""
-        return learning_rate(self._config.optim, self.step, self._config.num_steps)
+        """Learning rate of the next update: a step without one (no group with a signal, or not finite) is no step of
+        the schedule, or a weak start would spend the warm-up without moving."""
+        return learning_rate(self._config.optim, self.step - self._num_idle, self._config.num_steps)
 
     @property
     def progress(self) -> float:
@@ -266,12 +268,16 @@ class Run:
             metrics[f"{self.stage}/overflows"] = float(self._num_overflows)
             names = (f"{self.stage}/{name}" for name in FINITE if name != "grad_norm")
         skipped = self._skipped.count_step({name: outcome[name] for name in names if name in outcome})
+        num_idle = self._num_idle
 
         def held() -> Held:
             tensors, state = training()
-            return {**self.optimizer.tensors(), **tensors}, state
+            return {**self.optimizer.tensors(), **tensors}, {**state, "idle": num_idle}
 
         self._recorder.end(self.step, outcome, held, is_skipped=bool(skipped))
+        # A critic's warm-up moves the critic alone: those steps count.
+        has_update = outcome.get("rl/updates", 1.0) or outcome.get("rl/value_grad_norm", 0.0)
+        self._num_idle += self.is_skipped or not has_update
         return metrics | ({f"{self.stage}/skipped": float(skipped)} if skipped else {})
 
     def log_opening(self, step: int, values: Mapping[str, float], *, is_logged: bool = False) -> None:
@@ -344,7 +350,7 @@ class Run:
     def _training(self, held: Callable[[], Held]) -> Held:
         """Return everything that training goes on from, besides the weights."""
         tensors, state = held()
-        own = {"best": self.best, "last": self.last, "skipped": self._skipped.count}
+        own = {"best": self.best, "last": self.last, "skipped": self._skipped.count, "idle": self._num_idle}
         if world_size() > 1:
             own["parallel"] = asdict(self._config.parallel)
         return {**self.optimizer.tensors(), **tensors}, {**state, **own}

@@ -210,11 +210,13 @@ class Before:
         policy: The policy with the weights before the step.
         optimizer: The optimizer with its state.
         objective: The objective of an RL step, with reference, critic and coefficients.
+        num_idle: Steps without an update so far, which the learning rate's schedule does not count.
     """
 
     policy: Policy
     optimizer: Optimizer
     objective: Objective | None
+    num_idle: int = 0
 
 
 def load_before(config: TrainConfig, weights: Path | None, init: str) -> Before:
@@ -263,8 +265,9 @@ def load_before(config: TrainConfig, weights: Path | None, init: str) -> Before:
         names = stored.names()
         tensors = dict(stored.read({name: tensor for name, tensor in like.items() if name in names}))
         optimizer.load_tensors(optimizer.tensors() | tensors)
+        state: Any = json.loads((weights / "training" / "state.json").read_text())
+        num_idle = int(state.get("idle", 0))  # older checkpoints have none
         if objective is not None:
-            state: Any = json.loads((weights / "training" / "state.json").read_text())
             budget = {"token_budget": config.optim.token_budget}
             objective.load(objective.tensors() | tensors, state["objective"] | budget)
     except (RuntimeError, SafetensorError, *UNREADABLE) as error:
@@ -272,7 +275,7 @@ def load_before(config: TrainConfig, weights: Path | None, init: str) -> Before:
             raise
         reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
         raise UserError(f"{weights}: does not fit the run's config.yaml ({reason})") from None
-    return Before(policy=policy, optimizer=optimizer, objective=objective)
+    return Before(policy=policy, optimizer=optimizer, objective=objective, num_idle=num_idle)
 
 
 def replay_step(
@@ -309,7 +312,7 @@ class _Replay:
     def __init__(self, recorded: Recorded, config: TrainConfig, before: Before, *, is_loose: bool) -> None:
         self.recorded, self.before = recorded, before
         self.tolerance = TOLERANCES["bfloat16" if is_loose else "float32"]
-        self.lr = learning_rate(config.optim, recorded.step - 1, config.num_steps)
+        self.lr = learning_rate(config.optim, recorded.step - 1 - before.num_idle, config.num_steps)
 
     def rl(self, config: RLConfig, *, ask_judge: bool) -> list[Stage]:
         """Return the stages of an RL step."""
