@@ -273,6 +273,11 @@ def test_runs_are_found_by_short_names(tmp_path: Path, monkeypatch: pytest.Monke
     assert resolve_run("latest", of_model=True) == f"{newest}/rl"
     with pytest.raises(UserError, match="'gsm8k' names 2 runs: gsm8k-long-eval, gsm8k-long-name; give more"):
         resolve_run("gsm8k")
+    assert resolve_run("gsm8k-long-e", of_model=True) == "gsm8k-long-e"  # an evaluation is no model
+    assert resolve_run("gsm8k-long", of_model=True) == "runs/gsm8k-long-name"
+    run_at(Path("runs/smollm2-sums"), at=40)  # the model that runs are named after stays what it is
+    assert resolve_run("smollm2") == resolve_run("smollm2", of_model=True) == "smollm2"
+    assert "near: smollm2" in str(no_run("smolm2", or_hub=True))
     run_at(Path("runs/demo-rl"), at=1)  # a folder of that name wins
     assert resolve_run("runs/demo-rl") == "runs/demo-rl"
     assert resolve_run("demo-rl") in ("runs/demo-rl", f"{newest}/rl")

