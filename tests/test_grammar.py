@@ -743,7 +743,7 @@ def test_a_yaml_needs_no_folder_and_its_foreign_names_are_all_explained(
 
 def _compared(said: str) -> TaskConfig:
     """Return the task that the printed comparison reads."""
-    pasted = shlex.split(said.rpartition(" | whet ")[2])
+    pasted = shlex.split(said.rpartition("      whet ")[2])
     assert pasted[0] == "compare"
     program = COMMANDS["compare"].load()
     options: dict[str, Any] = {
@@ -759,10 +759,10 @@ def _compared(said: str) -> TaskConfig:
 def test_the_next_commands_of_chess_play_and_compare(name: str, tmp_path: Path) -> None:
     config = replace(rl_recipes.RECIPES[name](), out=str(tmp_path))
     said = next_steps(config)
-    assert said.startswith(f"next: whet chess {tmp_path} | whet report {tmp_path} | ")
+    assert said.startswith(f"next: whet chess {tmp_path}\n      whet report {tmp_path}\n      ")
     assert _compared(said).name == ("chess-policy" if name.endswith("-p") else "chess")
     boards = replace(config, task=CHESS_BOARDS)  # knows what moves do, and chooses none
-    assert next_steps(boards).startswith(f"next: whet report {tmp_path} | ")
+    assert next_steps(boards).startswith(f"next: whet report {tmp_path}\n      ")
     assert _compared(next_steps(boards)).weights == CHESS_BOARDS.weights
 
 

@@ -91,9 +91,9 @@ def said(capsys: pytest.CaptureFixture[str], line: str) -> str:
 
 def next_lines(out: str) -> list[str]:
     """Return the commands that a command printed as the next ones, and the one that gives a run more steps."""
-    (line,) = (line for line in out.splitlines() if line.startswith("next: "))
+    (line,) = re.findall(r"^next: .*(?:\n      .*)*", out, re.MULTILINE)
     more = [line.removeprefix("more steps: ") for line in out.splitlines() if line.startswith("more steps: ")]
-    return [*line.removeprefix("next: ").split(" | "), *more]
+    return [*line.removeprefix("next: ").split("\n      "), *more]
 
 
 def small(line: str) -> str:

@@ -30,7 +30,7 @@ from whet.report.markdown import write_report
 from whet.rewards.base import EPISODE, JUDGE, MODEL, TIMEOUT_S, WeightedReward, build_rewards, check_timeout
 from whet.stats import Interval
 from whet.storage.folder import check_folder, next_line, open_run, run_of
-from whet.tasks.base import OPTIONS, TaskConfig, answer_type_of, check_gold, load_task
+from whet.tasks.base import MOST_HELD_OUT, OPTIONS, TaskConfig, answer_type_of, check_gold, load_task
 from whet.tasks.chess.stockfish import EngineError
 from whet.tasks.quarantine import write_quarantine
 from whet.tasks.tools import environment_for
@@ -181,10 +181,9 @@ def split_note(config: EvalConfig, own: TaskConfig, task: Task, split: str, opti
         some = f"{config.num_problems:,} of all" if 0 < config.num_problems < count else "all"
         return f"{name}: {some} {count:,} rows are measured ({option} test: those alone that training leaves out)"
     held_out = len(task.problems("test"))
-    return (
-        f"{name}: {held_out:,} of {count:,} rows are measured, which were not trained on (all: {option} all; more: "
-        "train with --task.held-out 0.2)"
-    )
+    more = min(MOST_HELD_OUT, max(0.2, 2 * own.held_out))
+    more = f"; more: train with --task.held-out {more:g}" if more > own.held_out else ""
+    return f"{name}: {held_out:,} of {count:,} rows are measured, which were not trained on (all: {option} all{more})"
 
 
 def fitting_problems(policy: Policy, problems: Sequence[Problem], *, min_new_tokens: int) -> list[Problem]:
@@ -351,7 +350,9 @@ def run(config: EvalConfig, *, resume: bool = False, date: str = "") -> bool:
         else Path(config.policy.init).name or "random": intervals(summary)
         for name, summary in summaries.items()
     }
-    print_result(shown, sum(s["num_problems"] for s in summaries.values()), config.num_samples)
+    count = sum(s["num_problems"] for s in summaries.values())
+    are_held_out = all(job.config.split == "test" for job in jobs)
+    print_result(shown, count, config.num_samples, are_held_out=are_held_out)
     for name, summary in summaries.items():
         print("\n".join([f"{name}:"] * bool(name) + describe(summary)))
     if config.tasks:

@@ -79,7 +79,13 @@ def _histogram(axes: Any, quantity: str, samples: Sequence[Sequence[Judged]]) ->
     axes.legend()
 
 
-def print_result(results: Mapping[str, Mapping[str, Interval]], num_problems: int, num_samples: int) -> None:
+def print_result(
+    results: Mapping[str, Mapping[str, Interval]],
+    num_problems: int,
+    num_samples: int,
+    *,
+    are_held_out: bool = True,
+) -> None:
     """Print a table of results, metrics by name, one row each, with 95 % intervals over problems."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -88,7 +94,7 @@ def print_result(results: Mapping[str, Mapping[str, Interval]], num_problems: in
 
     names = [name for name in table_names(num_samples) if name in next(iter(results.values()))]
     title = (
-        f"{num_problems} held-out problem{'s' * (num_problems != 1)} x {num_samples} "
+        f"{num_problems} {'held-out ' * are_held_out}problem{'s' * (num_problems != 1)} x {num_samples} "
         f"sample{'s' * (num_samples != 1)}; percent, with 95 % intervals over problems"
     )
     table = Table(title=title, box=SIMPLE_HEAD, leading=1, title_justify="left")

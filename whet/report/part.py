@@ -201,16 +201,17 @@ def facts(part: Part) -> list[tuple[str, str]]:
     if name is None and isinstance(protocol, dict):
         asked = protocol.get("task")
         name = asked.get("name") if isinstance(asked, dict) else asked
+    # The first row is written at the end of the first step; a resumed run's environment is of its resumption.
+    known_s = [at for at in (_unix(machine.get("start_utc")), part.first_s) if at]
+    began_s = min(known_s) if part.first_s else None
     start = (
-        datetime.fromtimestamp(part.first_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        if part.first_s
+        datetime.fromtimestamp(began_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        if began_s
         else machine.get("start_utc")
     )
     seconds = as_number(part.evaluation.get("seconds"))
-    if seconds is None and part.first_s is not None and part.last_s is not None:
-        # The first row is written at the end of the first step; a resumed run's environment is of its resumption.
-        began_s = _unix(machine.get("start_utc")) or part.first_s
-        seconds = part.last_s - min(began_s, part.first_s)
+    if seconds is None and began_s is not None and part.last_s is not None:
+        seconds = part.last_s - began_s
     device = machine.get("cuda_device") or machine.get("cpu")
     if machine.get("cuda_device") and machine.get("gpu_runtime"):
         device = f"{device} ({machine['gpu_runtime']})"

@@ -135,10 +135,13 @@ def beside(out: str, kind: str) -> str:
     return next(name for name in names if not user_path(name).exists())
 
 
+NEXT_INDENT = "\n      "
+
+
 def next_line(*commands: str | Sequence[str]) -> str:
-    """Return the line of what one does next: whole commands, given as words, as they can be pasted; '' is left out."""
+    """Return what one does next: whole commands, given as words, one a line, as they can be pasted; '' is left out."""
     texts = (text if isinstance(text, str) else shlex.join(text) for text in commands)
-    return f"next: {' | '.join(filter(None, texts))}"
+    return f"next: {NEXT_INDENT.join(filter(None, texts))}"
 
 
 def check_folder(folder: Path, *, resumable: bool = True) -> None:

@@ -38,6 +38,8 @@ from whet.tasks.user import UserTask, is_user_task
 from whet.types import Problem, Task, UnreadError, UserError
 
 _DRAWN = frozenset({"num_problems", "seed"})
+MOST_HELD_OUT = 0.45
+"""Largest share for each of 'dev' and 'test'."""
 _MADE = _DRAWN | {"path", "max_bad_rows", "held_out", "level"}
 _SEEN = _DRAWN | {"level", "cell"}
 _CHESS = _DRAWN | {"path", "max_bad_rows", "nodes", "layout"}
@@ -210,8 +212,10 @@ class TaskConfig:
         for name in ("max_bad_rows", "max_rows", "num_problems", "nodes"):
             if getattr(self, name) < 0:
                 raise UserError(f"task.{name} = {getattr(self, name)}: expected 0 or more")
-        if not 0 < self.held_out <= 0.45:
-            raise UserError(f"task.held_out = {self.held_out:g}: expected a share above 0 and up to 0.45")
+        if not 0 < self.held_out <= MOST_HELD_OUT:
+            raise UserError(
+                f"task.held_out = {self.held_out:g}: expected a share above 0 and up to {MOST_HELD_OUT:g}"
+            )
         if self.nodes > MAX_NODES:
             raise UserError(f"task.nodes = {self.nodes}: expected at most {MAX_NODES:,}")
         if self.layout not in GAPS:

@@ -573,7 +573,9 @@ def _comparison(config: RunConfig, task: TaskConfig | None) -> str:
     question = read_json(summary).get(QUESTION) if summary.is_file() else None
     if task is None or question:
         return shlex.join([*words, "--prompts", str(question or ANY_QUESTION)])
-    return shlex.join([*words, *_task_words(task)])
+    sampling = getattr(config, "sampling", None)
+    limit = [] if sampling is None else ["--eval.sampling.max-new-tokens", str(sampling.max_new_tokens)]
+    return shlex.join([*words, *_task_words(task), *limit])
 
 
 def _task_words(task: TaskConfig) -> list[str]:
