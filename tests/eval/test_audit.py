@@ -187,6 +187,10 @@ def test_disputed_samples_of_a_model(tmp_path: Path) -> None:
         ("X y", "xY", True),
         ("0.50", "0.5", True),
         ("5 or 7", "5", False),
+        ("$20$", "20", True),
+        (r"\boxed{20}", "20", True),
+        (r"\( \text{Paris} \)", "paris", True),
+        ("$5$ or $7$", "5", False),
         ("", "1", False),
     ],
 )
@@ -275,3 +279,17 @@ def test_a_service_that_is_away_for_a_moment_refutes_nothing() -> None:
     assert preflight(TASK, [flaky], SCHEMA, PROBLEMS) == []
     audit = audit_task(TASK, [flaky], SCHEMA, PROBLEMS)
     assert not any(check.is_refuted for check in audit.checks)
+
+
+def test_why_an_empty_completion_has_no_score_is_said() -> None:
+    sound = slow_reward(0.0, [])
+
+    def many(items: Any) -> list[float | None]:
+        assert sound.many is not None
+        sound.failures.latest = "503: try again later"
+        return [score if text else None for (_, text), score in zip(items, sound.many(items), strict=True)]
+
+    with pytest.raises(
+        UserError, match="reward 'mine' gives an empty completion of problem .* no score: 503: try"
+    ):
+        preflight(TASK, [replace(sound, many=many)], SCHEMA, PROBLEMS)

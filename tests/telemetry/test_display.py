@@ -133,6 +133,16 @@ def test_a_long_phase_is_told_of_until_it_ends(monkeypatch):
     assert all(line.startswith("step 1/60  sample: 84 decoding steps, 0:0") for line in lines)
 
 
+def test_a_resumed_run_is_at_its_own_step(monkeypatch, capsys):
+    monkeypatch.setattr(display, "PLAIN_SECONDS", 0.1)
+    with open_display("rl", 60, (), first_step=30) as shown:
+        shown.begin("sample")
+        told: list[str] = []
+        assert wait_for(
+            lambda: told.append(capsys.readouterr().out) or "step 31/60  sample: 0:0" in "".join(told)
+        )
+
+
 def test_a_panel_names_a_long_phase(monkeypatch):
     monkeypatch.setattr(display, "LONG_PHASE_S", 0.0)
     stream = Terminal()

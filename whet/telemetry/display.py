@@ -76,7 +76,13 @@ class Display(Protocol):
 
 
 def open_display(
-    title: str, total_steps: int, headline: tuple[str, ...], *, enabled: bool = True, unit: str = "step"
+    title: str,
+    total_steps: int,
+    headline: tuple[str, ...],
+    *,
+    enabled: bool = True,
+    unit: str = "step",
+    first_step: int = 0,
 ) -> Display:
     """Open the display that suits standard output.
 
@@ -86,6 +92,7 @@ def open_display(
         headline: Metrics to show, the most important first.
         enabled: False on all ranks but one: show nothing.
         unit: Unit of the progress count.
+        first_step: Steps that were done before, by a run that is resumed.
 
     Returns:
         A live panel on a terminal; plain lines if output is not a terminal, in CI, under NO_COLOR, or without Unicode.
@@ -93,6 +100,14 @@ def open_display(
     Raises:
         ValueError: If a headline metric is not declared, or total_steps < 1.
     """
+    found = _open(title, total_steps, headline, enabled=enabled, unit=unit)
+    found.start_at(first_step)
+    return found
+
+
+def _open(
+    title: str, total_steps: int, headline: tuple[str, ...], *, enabled: bool, unit: str
+) -> LiveDisplay | PlainDisplay:
     if not enabled:
         return PlainDisplay(title, total_steps, headline, stream=None, unit=unit)
     if _is_step_told:
@@ -145,6 +160,10 @@ class LiveDisplay:
         # The refresh thread keeps the clock going through a long step; update() only stores numbers.
         self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=REFRESH_HZ)
         self._live.start()
+
+    def start_at(self, step: int) -> None:
+        """Note how many steps a resumed run has done."""
+        self._progress.step = step
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Show the metrics of a step at the next refresh."""
@@ -267,6 +286,10 @@ class PlainDisplay:
         self._watcher: threading.Thread | None = None
         ending = "" if total_steps == 1 else "es" if unit.endswith(("s", "x")) else "s"
         self._print(f"{title}  {total_steps:,} {unit}{ending}")
+
+    def start_at(self, step: int) -> None:
+        """Note how many steps a resumed run has done."""
+        self._progress.step = step
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Print a line when one is due."""

@@ -174,7 +174,9 @@ class Run:
         listener = self._tracking.put
         with (
             RunLog(self._folder, resume_step=self.step, enabled=is_main, listener=listener) as self._log,
-            open_display(title, self._config.num_steps, self._headline, enabled=is_main) as self.display,
+            open_display(
+                title, self._config.num_steps, self._headline, enabled=is_main, first_step=self.step
+            ) as self.display,
             HardwareMonitor() as self.monitor,
             Session(self.stage, self._config, self.policy) as self.session,
         ):

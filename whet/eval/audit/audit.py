@@ -126,7 +126,8 @@ class Audit:
         checks: The claims, in the order of the report.
         best: Largest total of a right answer.
         maximum: Largest possible total of the rewards; None if a user's reward does not declare it.
-        seconds: Times of single judgements and scores.
+        seconds: Times of single judgements and scores of built-in rewards.
+        own_seconds: Times of calls of the user's rewards, many of which run at once.
         peak_bytes: Largest increase of memory during one score.
         disputed: Rows of the sheet.
         num_skipped: Cases, and whole problems, that were left out for lack of time.
@@ -136,6 +137,7 @@ class Audit:
     best: float = -math.inf
     maximum: float | None = None
     seconds: list[float] = field(default_factory=list)
+    own_seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     disputed: list[Disputed] = field(default_factory=list)
     num_skipped: int = 0
@@ -173,7 +175,7 @@ class _Auditor:
         # A small reward for short completions pays an empty one more than a wrong one: that may be what is wanted.
         self.idle = Check(IDLE, is_required=False)
         self.limit_s = float(getattr(task, "seconds_per_answer", SECONDS_PER_CALL))
-        self.quick = Check(f"no judgement takes longer than {self.limit_s:g} s")
+        self.quick = Check(f"no judgement of an answer takes longer than {self.limit_s:g} s")
         checks = [self.gold, self.paying, self.spelled, self.mutated, self.hostile, self.empty]
         checks += [self.idle, self.quick]
         self.audit = Audit(checks, maximum=best_total(self.rewards) if self.is_whole else None)
@@ -256,7 +258,7 @@ class _Auditor:
         self.gold.add(
             reaches and self._is_right(problem, problem.answer) is not False,
             lambda: (
-                self._no_score(problem, ideal)
+                self._no_score(problem, ideal, "a perfect")
                 or (
                     f"a perfect completion of problem {problem.uid} scores {_number(best)}, expected the maximum "
                     f"{_number(maximum)}; the rewards do not accept what the schema asks for: {_show(ideal, 120)}"
@@ -272,7 +274,10 @@ class _Auditor:
         )
         self.empty.add(
             not self.is_whole or empty is not None and empty < best - TOLERANCE,
-            lambda: f"{scores}; expected empty < perfect: fix the rewards or weights",
+            lambda: (
+                (empty is None and self._no_score(problem, "", "an empty"))
+                or f"{scores}; expected empty < perfect: fix the rewards or weights"
+            ),
         )
         self.idle.add(
             not self.is_whole or empty is None or wrong is None or empty <= wrong + TOLERANCE,
@@ -284,12 +289,17 @@ class _Auditor:
         is_whole = self.schema.answer_place == "whole" and not self.schema.has_thinking
         return self.schema.render("" if is_whole else solution or "...", answer)
 
-    def _no_score(self, problem: Problem, ideal: str) -> str:
-        """Return which reward gives a perfect completion no score, and why; '' if all give one."""
+    def _no_score(self, problem: Problem, completion: str, kind: str) -> str:
+        """Return which reward gives a completion, of a kind, no score, and why; '' if all give one."""
+        known = self.scores.get((problem.uid, completion), {})
         for reward in self.rewards:
-            if score_completion([reward], problem, ideal)[1] is None:
+            if reward.name in known:
+                score = known[reward.name]
+            else:
+                score = score_completion([reward], problem, completion)[1]
+            if score is None:
                 reason = reward.failures.latest or "it returned None"
-                return f"reward '{reward.name}' gives a perfect completion of problem {problem.uid} no score: {reason}"
+                return f"reward '{reward.name}' gives {kind} completion of problem {problem.uid} no score: {reason}"
         return ""
 
     def _score_ahead(self, items: Sequence[Item]) -> None:
@@ -308,7 +318,7 @@ class _Auditor:
             for _ in range(2):
                 began = time.perf_counter()
                 scored = score_completions(self.pooled, list(left.values()))
-                self.audit.seconds.append((time.perf_counter() - began) / len(left))
+                self.audit.own_seconds.append((time.perf_counter() - began) / len(left))
                 self.scores |= {key: row for key, (row, _) in zip(left, scored, strict=True)}
                 self.num_calls += len(left)
                 self.tell(self.num_calls)
@@ -429,8 +439,8 @@ def preflight(
         nonlocal told
         if (now := time.monotonic()) - told > TOLD_S:
             told = now
-            text = f"trying the rewards before the run: {count} calls, {now - began:.0f} s"
-            print(f"whet: preflight: {text} (at most {PREFLIGHT_S:g} s)", flush=True)
+            text = f"trying the rewards before the run: {count} call{'s' * (count != 1)}, {now - began:.0f} s"
+            print(f"whet: preflight: {text} (no new ones after {PREFLIGHT_S:g} s)", flush=True)
 
     audit = audit_task(task, rewards, schema, shown, num_measured=0, limit_s=PREFLIGHT_S, tell=tell)
     for check in audit.checks:
@@ -517,10 +527,19 @@ def _table(title: str, audit: Audit) -> str:
         if has_math_verify()
         else f"plain text and numbers (for math-verify: {install_command('math')})"
     )
-    known = f" of {_number(audit.maximum)}" if audit.maximum is not None else ", where a reward declares none"
+    known = (
+        f" of {_number(audit.maximum)}"
+        if audit.maximum is not None
+        else " (a reward of your own names no maximum)"
+    )
+    own = {}
+    if audit.own_seconds:
+        each = 1e3 * statistics.mean(audit.own_seconds)
+        own = {"time of your rewards": f"{each:,.1f} ms a completion, with many at once"}
     facts = {
         "reachable maximum": f"{_number(audit.best)}{known}",
-        "time of a call": f"median {1e6 * median:,.0f} us, at most {1e3 * worst:,.1f} ms",
+        "time of a judgement": f"median {1e6 * median:,.0f} us, at most {1e3 * worst:,.1f} ms",
+        **own,
         "memory of a call": f"at most {audit.peak_bytes / 2**20:.1f} MiB",
         "second verifier": second,
     }

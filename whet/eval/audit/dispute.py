@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -144,9 +145,22 @@ def math_verify_equal(answer: str, gold: str) -> bool:
     return bool(judge.verify(*sides, timeout_seconds=None))
 
 
+WRAPPED = re.compile(
+    r"(?:\$\$?|\\\(|\\\[|\\(?:boxed|text|mathrm|mathbf)\{)(.*?)(?:\$\$?|\\\)|\\\]|\})", re.DOTALL
+)
+"""A whole text in dollars, LaTeX's brackets, a box or a font."""
+
+
+def _bare(text: str) -> str:
+    """Return a text without what `WRAPPED` sets around it."""
+    while found := WRAPPED.fullmatch(text.strip()):
+        text = found[1]
+    return text
+
+
 def plain_equal(answer: str, gold: str) -> bool:
-    """Judge by text without case and spaces, and by plain numbers."""
-    left, right = ("".join(text.lower().split()) for text in (answer, gold))
+    """Judge by text without case, spaces and the marks that LaTeX sets around an answer, and by plain numbers."""
+    left, right = ("".join(_bare(text).lower().split()) for text in (answer, gold))
     try:
         return left == right or float(left.replace(",", "")) == float(right.replace(",", ""))
     except (ValueError, OverflowError):
