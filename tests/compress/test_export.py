@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -995,16 +996,30 @@ def test_logits_are_taken_at_the_places_that_predict_the_completion() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "step"),
+    ("kind", "steps"),
     [
-        ("hf", "whet serve 'my out' | vllm serve 'my out'"),
-        ("merged", "whet serve 'my out' | vllm serve 'my out'"),
-        ("adapter", "whet serve 'my out'"),
-        ("gguf", "llama-cli -m 'my out/model.gguf'"),
-        ("ollama", "ollama create my-out -f 'my out/Modelfile' && ollama run my-out"),
-        ("mlx", "mlx_lm.generate --model 'my out' --prompt 'Who are you?'"),
+        ("hf", ["whet serve 'my out'", "vllm serve 'my out'"]),
+        ("merged", ["whet serve 'my out'", "vllm serve 'my out'"]),
+        ("adapter", ["whet serve 'my out'"]),
+        ("gguf", ["whet chat 'my out/model.gguf'", "llama-cli -m 'my out/model.gguf'"]),
+        (
+            "ollama",
+            [
+                "whet chat 'my out/model.gguf'",
+                "ollama create my-out -f 'my out/Modelfile' && ollama run my-out",
+            ],
+        ),
+        ("mlx", ["whet serve 'my out'", "mlx_lm.generate --model 'my out' --prompt 'Who are you?'"]),
     ],
 )
-def test_each_export_names_what_one_does_with_it(kind: Any, step: str) -> None:
+def test_each_export_names_what_one_does_with_it(
+    kind: Any, steps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = ExportConfig(policy=PolicyConfig(init="model"), to=kind, out="my out")
-    assert next_steps(config) == f"next: {step}"
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    assert next_steps(config) == "next: " + "\n      ".join(steps)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    for said, step in zip(next_steps(config).removeprefix("next: ").split("\n      "), steps, strict=True):
+        program = step.split(" ")[0]
+        assert said == step + f"   # {program} is not installed here" * (program != "whet")
+        assert shlex.split(said, comments=True) == shlex.split(step)

@@ -637,7 +637,7 @@ def sift(
         if max_rows and len(good) + len(bad) >= max_rows:
             break
     if len(bad) > allowed:
-        more = f" (and {len(bad) - 1} more bad rows)" if len(bad) > 1 else ""
+        more = f" (and {len(bad) - 1} more bad row{'s' * (len(bad) != 2)})" if len(bad) > 1 else ""
         what, them = ("rows", "them") if more else ("row", "it")
         remedy = f"fix the {what}"
         if max_bad_rows is not None:

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -135,7 +135,7 @@ def main(config: ExportConfig) -> None:
         UserError: If the model cannot be expressed, or a tool that was asked for is missing; nothing is left.
         SystemExit: With status 1 if the artefact answers otherwise than the model.
     """
-    report = export(config)
+    report = export(config, lambda text: print(f"whet: export: {text}", flush=True))
     print("\n".join(lines(report)), flush=True)
     if report["verdict"] == "failed":
         raise SystemExit(1)
@@ -197,8 +197,15 @@ def refuse(config: ExportConfig) -> None:
         express(tokenizer, min(tokenizer.vocab_size, shape.vocab_size), tuple(tokenizer.stop_ids))
 
 
-def export(config: ExportConfig) -> dict[str, Any]:
+Tell = Callable[[str], object]
+
+
+def export(config: ExportConfig, tell: Tell = lambda _: None) -> dict[str, Any]:
     """Write the export and its report; return the report.
+
+    Args:
+        config: What is exported, and how.
+        tell: Called with what is done next, which may take minutes.
 
     Raises:
         UserError: If the model cannot be expressed, or a tool that was asked for is missing; nothing is left.
@@ -212,9 +219,12 @@ def export(config: ExportConfig) -> dict[str, Any]:
         if adapter is None:  # whose layers have names of their own
             gguf.check_names(policy.model)
         vocabulary = express(policy.tokenizer, policy.model.num_valid_tokens, policy.stop_ids)
+    if config.imatrix:
+        tell("which inputs of each matrix matter")
     importance = _importance(config, policy)
     chats = prompts(config, policy)
     source = own_tokenizer(config.policy, policy.tokenizer.date)
+    tell(f"the model itself answers {len(chats)} prompts, for the report")
     reference = parity.take(policy, chats, config.max_new_tokens, source)
     lost: dict[str, float] = {}
     if config.to != "adapter":
@@ -233,7 +243,7 @@ def export(config: ExportConfig) -> dict[str, Any]:
             "probability, and other programs would draw them"
         )
     with new_folder(out) as folder:
-        report = _written(config, policy, reference, vocabulary, importance, folder)
+        report = _written(config, policy, reference, vocabulary, importance, folder, tell)
         report["notes"] = [*notes, *report["notes"]]
         report |= {"adapter": "" if adapter is None else str(adapter.folder), "cast": lost}
         (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -372,12 +382,14 @@ def _written(
     vocabulary: Vocabulary | None,
     importance: importances.Importance | None,
     out: Path,
+    tell: Tell,
 ) -> dict[str, Any]:
     """Write the artefact, and compare it with the reference; `vocabulary` is that of a GGUF file."""
     template, notes = whole_template(policy) if reference.has_template else "", []
     unlike: list[str] = []  # what Ollama would ask otherwise
     kind = config.type
     base, dtype, runtime, artefact = "", "float32", RUNTIMES[config.to], out
+    tell(f"writing {config.to} in {kind}")
     if vocabulary is not None:
         artefact = out / "model.gguf"
         notes += _write_gguf(config, policy, artefact, vocabulary.with_template(template), importance)
@@ -406,6 +418,8 @@ def _written(
     if packed_parts(policy.model):  # of an adapter alone: other exports are dense
         asked = {"not_checked": "its base is in few bits, and peft would put a dense one below it"}
     else:
+        if not runtimes.missing(runtime):
+            tell(f"{runtime} answers the same prompts")
         asked = parity.ask(
             policy,
             reference,
@@ -415,6 +429,7 @@ def _written(
             dtype=dtype,
             context=min(context, longest + 8),
         )
+    tell("what was written is read again, and answers, too")
     again = parity.stored(_read_again(config, policy, artefact), reference)
     is_checked = "not_checked" not in asked
     limits = parity.THRESHOLDS.get(kind, parity.LOOSE)
@@ -580,7 +595,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         size = f"lost {share:.1%} of" if share < 1 else f"has an error {share:.1f} times as large as"
         rows.append(
             f"  the cast {size} the adapter's change; "
-            f"{report['cast']['weights_unmoved']:.1%} of the changed weights did not move"
+            f"{report['cast']['weights_unmoved']:.1%} of the changed weights did not move (--dtype f32 keeps all of it)"
         )
     rows += [f"  note: {note}" for note in report["notes"]]
     rows += [f"  FAILED: {line}" for line in report["failures"]]
@@ -591,15 +606,26 @@ def next_steps(config: ExportConfig) -> str:
     """Say what one does with an export; the commands can be pasted."""
     out = shlex.quote(config.out)
     name = shlex.quote(re.sub(r"[^a-z0-9_.-]", "-", Path(config.out).resolve().name.lower()))
+    file, recipe = (shlex.quote(str(Path(config.out) / part)) for part in ("model.gguf", "Modelfile"))
     steps = {
-        "hf": f"whet serve {out} | vllm serve {out}",
-        "merged": f"whet serve {out} | vllm serve {out}",
-        "adapter": f"whet serve {out}",
-        "gguf": f"llama-cli -m {shlex.quote(str(Path(config.out) / 'model.gguf'))}",
-        "ollama": f"ollama create {name} -f {shlex.quote(str(Path(config.out) / 'Modelfile'))} && ollama run {name}",
-        "mlx": f"mlx_lm.generate --model {out} --prompt 'Who are you?'",
+        "hf": (f"whet serve {out}", f"vllm serve {out}"),
+        "merged": (f"whet serve {out}", f"vllm serve {out}"),
+        "adapter": (f"whet serve {out}",),
+        "gguf": (f"whet chat {file}", f"llama-cli -m {file}"),
+        "ollama": (f"whet chat {file}", f"ollama create {name} -f {recipe} && ollama run {name}"),
+        "mlx": (f"whet serve {out}", f"mlx_lm.generate --model {out} --prompt 'Who are you?'"),
     }
-    return next_line(steps[config.to])
+    return next_line(*map(_noted, steps[config.to]))
+
+
+def _noted(command: str) -> str:
+    """Add to a command of another program that it is not on this machine; as a comment, so that it can be pasted."""
+    program = command.split(" ", 1)[0]
+    return (
+        command
+        if program == "whet" or shutil.which(program)
+        else f"{command}   # {program} is not installed here"
+    )
 
 
 PROGRAM = Program(config_class=ExportConfig, main=main, plan=plan, check=check, positional="policy.init")

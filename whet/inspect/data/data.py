@@ -23,6 +23,7 @@ from whet.report.plots import COLOURS, MUTED, STYLE, matplotlib_for
 from whet.storage.folder import dated, open_run
 from whet.tasks.base import TaskConfig, answer_type_of, load_task
 from whet.tasks.mixture import Mixture
+from whet.tasks.read import FEW_HELD_OUT
 from whet.telemetry.display import escape_controls, one_line
 from whet.train.data.demonstrations import sequences_of
 from whet.train.rollout.curriculum import percentile
@@ -301,6 +302,11 @@ def _answer(content: Mapping[str, Any]) -> str:
         for split in HELD_OUT
         if overlap[split]["text"]["overlapping"]
     ]
+    tested = splits["test"]["problems"] or 0
+    if 0 < tested < FEW_HELD_OUT:
+        found.append(
+            f"{tested} for testing are too few to show a difference (--task.held-out takes more of your rows)"
+        )
     for name, told in (
         ("contradicting", "prompts have contradicting answers"),
         ("extra_copies", "repeat another"),
