@@ -979,7 +979,8 @@ def trace(
         options: `noise`, `num_samples`, `window`, `seed`, as `whet trace` has them.
 
     Returns:
-        As trace.json has it: `effects` by kind [layers][tokens], `lens`, `attribution`, `attention`.
+        As trace.json has it: `effects` by kind [layers][tokens], `subject_effects` by kind [layers] with all of the
+        subject's tokens restored together, `lens`, `attribution`, `attention`.
 
     Raises:
         UserError: If the subject is not in the prompt.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from whet.editing.methods import memory_output, residual_stream, spread_over_lay
 from whet.editing.sites import Contexts, Reader, chosen_memories, find_memories
 from whet.editing.statistics import digests_of
 from whet.editing.targets import TargetConfig, find_targets
+from whet.editing.trace import KINDS, causal_trace, num_layer_runs, part_of
 from whet.generate.policy import Policy
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import load_model
@@ -114,6 +115,70 @@ def test_losses_of_the_search_are_those_of_the_whole_model(policy: Policy) -> No
             kl = (after[-1].exp() * (after[-1] - before[-1])).sum()
             assert float(found.kl_E[1]) == pytest.approx(float(kl), rel=1e-9)
     assert float(found.nll_E[1]) == pytest.approx(float(sum(nlls) / 2), rel=1e-9)
+
+
+@pytest.mark.some(4)
+def test_tracing_is_what_whole_passes_with_one_draw_and_one_restoration_give(policy: Policy) -> None:
+    """ROME's definition, one row at a time: noise on all subject tokens, then one clean state (or a window of them)
+    put back. The tracer shares prefixes and begins at the restored layer; float64 leaves rounding."""
+    model, fact = policy.model, read_facts([{"subject": "cde", "prompt": "to {} or", "target": "q"}])[0]
+    options: dict[str, Any] = {"num_samples": 2, "window": 2, "seed": 5}
+    runs: list[int] = []
+    found = causal_trace(Reader(policy, budget=60), fact, advance=runs.append, **options)  # several passes
+    assert sum(runs) == num_layer_runs(model, window=2)
+    assert found.subject == (3, 5)
+    ids, count = policy.tokenizer.encode("to cde or"), len(model.layers)
+    wanted = policy.tokenizer.encode(" ")[0]  # a space stands before the answer
+    seen: dict[tuple[str, int], torch.Tensor] = {}
+
+    def run(noise_TD: torch.Tensor, put: dict[tuple[str, int], list[int]]) -> float:
+        def disturb(_: object, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            first = arguments[0].clone()
+            first[: len(ids)] += noise_TD
+            return (first, *arguments[1:])
+
+        handles = [model.layers[0].register_forward_pre_hook(disturb)]
+        for n, layer in enumerate(model.layers):
+            for kind in KINDS:
+
+                def restore(
+                    _: object, __: object, out: torch.Tensor, key: tuple[str, int] = (kind, n)
+                ) -> torch.Tensor:
+                    seen.setdefault(key, out[: len(ids)].clone())  # the first run is the clean one
+                    out = out.clone()
+                    out[put.get(key, [])] = seen[key][put.get(key, [])]
+                    return out
+
+                handles.append(part_of(layer, kind).register_forward_hook(restore))
+        logits = model.logits(torch.tensor([ids]))[0, -1]
+        for handle in handles:
+            handle.remove()
+        return float(logits[: policy.tokenizer.vocab_size].softmax(-1)[wanted])
+
+    first: list[torch.Tensor] = []
+    handle = model.layers[0].register_forward_pre_hook(
+        lambda _, arguments: first.append(arguments[0][: len(ids)])
+    )
+    clean = run(torch.tensor(0.0), {})
+    handle.remove()
+    assert found.clean == pytest.approx(clean, rel=1e-6)
+    drawn = torch.randn(2, 3, first[0].shape[1], generator=torch.Generator().manual_seed(5))
+    noise = torch.zeros(2, len(ids), first[0].shape[1], dtype=torch.float64)
+    noise[:, 3:6] = drawn.double() * 3.0 * float(first[0].float().std())
+    corrupted = sum(run(noise[n], {}) for n in range(2)) / 2
+    assert found.corrupted == pytest.approx(corrupted, rel=1e-6)
+    for kind in KINDS:
+        for layer in range(count):
+            # As in ROME's programs: half of the window before the layer, the rest from it on, cut at both ends.
+            low, high = (layer, layer + 1) if kind == "hidden" else (max(0, layer - 1), min(count, layer + 1))
+            for places in ([0], [2], [3], [4], [5], [6], [len(ids) - 1], [3, 4, 5]):
+                put = {(kind, n): places for n in range(low, high)}
+                slow = sum(run(noise[n], put) for n in range(2)) / 2 - corrupted
+                fast = (
+                    found.together[kind][layer] if len(places) > 1 else found.effects[kind][layer, places[0]]
+                )
+                assert float(fast) == pytest.approx(slow, rel=1e-4, abs=1e-8), (kind, layer, places)
+    assert max(float(table.abs().max()) for table in found.effects.values()) > 1e-5
 
 
 def test_a_saved_model_is_the_same_one(policy: Policy, tmp_path: Path) -> None:

@@ -512,8 +512,11 @@ def test_trace(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "--num-samples",
         "2",
     )
-    assert "what comes back" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "what comes back" in printed
+    assert printed.startswith("tracing takes about 0:0")
     content = json.loads((out / "trace.json").read_text())
+    assert [len(means) for means in content["subject_effects"].values()] == [4, 4, 4]
     assert content["subject_places"] == [3, 4]
     assert len(content["effects"]["mlp"]) == 4
     page = (out / "trace.html").read_text()
@@ -522,5 +525,8 @@ def test_trace(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert found["effects"] == content["effects"]
     rows = tmp_path / "known.jsonl"
     rows.write_text(json.dumps({"subject": "Ann Oak", "prompt": "{} eats", "attribute": "rice"}) + "\n")
+    run("trace", folder, "--facts", rows, "--out", tmp_path / "located", "--dry-run")
+    assert "tracing would start, and take about 0:0" in capsys.readouterr().out
+    assert not (tmp_path / "located").exists()
     run("trace", folder, "--facts", rows, "--out", tmp_path / "located")
     assert len(json.loads((tmp_path / "located/trace.json").read_text())["mean_effects"]) == 4

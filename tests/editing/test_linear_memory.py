@@ -20,7 +20,7 @@ from whet.editing.record import Batch, Record
 from whet.editing.sites import Contexts, Read, Reader, chosen_memories, hooked, mark_subject
 from whet.editing.statistics import digest_of, gather_moments
 from whet.editing.targets import ESSENCE, TargetConfig, find_targets
-from whet.editing.trace import causal_trace, locate
+from whet.editing.trace import causal_trace, expected_seconds, locate, num_layer_runs
 from whet.types import UserError
 
 D, F = 5, 9
@@ -394,6 +394,41 @@ def test_tracing_is_the_mean_of_what_restoring_brings_back_over_what_noise_takes
     _, means = locate(reader, facts, seed=1)
     each = [locate(reader, [one], seed=1)[1] for one in facts]
     assert means == pytest.approx([(a + b) / 2 for a, b in zip(*each, strict=True)], abs=1e-7)
+
+
+def test_restoring_the_whole_subject_undoes_the_noise_in_the_middle_of_a_prompt() -> None:
+    """All subject tokens behind the first layer are clean again: but for what that layer already gave to later ones
+    (nothing, as attention there is taken away) the run is the clean one. One of the tokens alone does not do that."""
+    policy = fresh()
+    with torch.no_grad():
+        policy.model.layers[0].self_attn.o_proj.weight.zero_()
+    fact = Fact(subject="Ann Oak", prompt="The home of {} is in", target="Oslo")
+    found = causal_trace(Reader(policy), fact, noise=30.0, num_samples=2, kinds=("hidden",))
+    assert found.subject == (3, 4)
+    table, lost = found.effects["hidden"], found.clean - found.corrupted
+    assert float(found.together["hidden"][0]) == pytest.approx(lost, abs=1e-6)
+    assert abs(float(table[0, 4]) - lost) > 1e-4
+    assert torch.equal(table[:, :3], torch.zeros(4, 3))  # what stands before the subject was never disturbed
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_time_told_before_is_that_of_the_trace(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """With a clock that ticks once for each layer that runs, the extrapolation is exact."""
+    policy, ticks = fresh(), [0]
+    reader, facts = Reader(policy), [Fact(subject="Ann", prompt="{} lives in", target="Oslo")] * count
+
+    def tick(*_: object) -> None:
+        ticks[0] += 1
+
+    for layer in policy.model.layers:
+        layer.mlp.register_forward_hook(tick)  # a skipped layer does not come to it
+    monkeypatch.setattr("whet.editing.trace.time.monotonic", lambda: float(ticks[0]))
+    expected = expected_seconds(reader, facts, num_samples=2, window=3)
+    ticks[0], runs = 0, []
+    for fact in facts:
+        causal_trace(reader, fact, num_samples=2, window=3, advance=runs.append)
+    assert expected == ticks[0] > count * 8
+    assert sum(runs) == count * num_layer_runs(policy.model, window=3)
 
 
 def test_drawdown_is_the_relative_rise() -> None:

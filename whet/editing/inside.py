@@ -8,19 +8,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from whet.cli import Program
 from whet.config import align, dump_yaml
 from whet.editing.edit import NO_MODEL
 from whet.editing.facts import Fact, read_fact, read_facts
-from whet.editing.sites import Reader, find_memories, mark_subject
-from whet.editing.trace import KINDS, answer_id, attention_maps, attribution, causal_trace, locate, logit_lens
+from whet.editing.sites import Reader, mark_subject
+from whet.editing.trace import (
+    LOCATING,
+    answer_id,
+    attention_maps,
+    attribution,
+    causal_trace,
+    expected_seconds,
+    locate,
+    logit_lens,
+    num_layer_runs,
+)
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.lora.files import find_model
 from whet.report.figures import bars, heat_map
 from whet.report.page import render
 from whet.report.plots import COLOURS
 from whet.storage.folder import check_folder, dated, open_run
-from whet.telemetry.display import advancing, open_display
+from whet.telemetry.display import advancing, clock, open_display
 
 KIND_COLOURS = {"hidden": COLOURS[4], "mlp": COLOURS[2], "attention": COLOURS[3]}
 
@@ -79,12 +91,24 @@ def plan(config: TraceConfig) -> str:
 
 
 def check(config: TraceConfig, resume: bool) -> None:
-    """Find what would stop the work before it begins; loads no weights and creates nothing."""
+    """Find what would stop the work before it begins, and time a small part of it; creates nothing."""
     find_model(config.policy.init)
-    _facts(config)
+    facts = _facts(config)
     if config.out:
         check_folder(Path(config.out), resumable=False)
-    print("checked: model, prompt and folder; tracing would start")
+    policy = load_policy(config.policy, seed=config.seed, plain=True, steers=True)
+    print(
+        f"checked: model, prompt and folder; tracing would start, and take {_expected(policy, facts, config)}"
+    )
+
+
+def _expected(policy: Policy, facts: Sequence[Fact], config: TraceConfig) -> str:
+    """Say how long the traces will take."""
+    policy.model.eval()
+    own = {"noise": config.noise, "num_samples": config.num_samples, "window": config.window}
+    with torch.no_grad():
+        seconds = expected_seconds(Reader(policy), facts, **(LOCATING if config.facts else own))
+    return f"about {clock(seconds)} (one measurement, extrapolated)"
 
 
 def _facts(config: TraceConfig) -> list[Fact]:
@@ -104,12 +128,14 @@ def main(config: TraceConfig) -> None:
     policy = load_policy(config.policy, seed=config.seed, plain=True, steers=True)
     folder = Path(config.out or dated("trace"))
     open_run(folder, dump_yaml(config), resumable=False)
+    print(f"tracing takes {_expected(policy, facts, config)}", flush=True)
+    title, model = f"trace {config.policy.init}", policy.model
     if config.facts:
-        with open_display(f"trace {config.policy.init}", len(facts), (), unit="fact") as display:
+        steps = len(facts) * num_layer_runs(model, LOCATING["kinds"])
+        with open_display(title, steps, (), unit="layer") as display:
             content = located(policy, facts, seed=config.seed, advance=advancing(display))
     else:
-        steps = len(KINDS) * len(policy.model.layers)
-        with open_display(f"trace {config.policy.init}", steps, (), unit="pass") as display:
+        with open_display(title, num_layer_runs(model, window=config.window), (), unit="layer") as display:
             content = look(
                 policy,
                 config.prompt,
@@ -130,18 +156,9 @@ def main(config: TraceConfig) -> None:
 def located(
     policy: Policy, facts: Sequence[Fact], *, seed: int = 0, advance: Any = lambda count: None
 ) -> dict[str, Any]:
-    """Return the mean effect of each layer's feed-forward part at the subject's last token, over some facts."""
-    reader, total = Reader(policy), [0.0] * len(policy.model.layers)
-    for fact in facts:
-        _, effects = locate(reader, [fact], seed=seed)
-        total = [a + b / len(facts) for a, b in zip(total, effects, strict=True)]
-        advance(1)
-    memories = [layer for layer in find_memories(policy.model) if layer < len(total) - 1]
-    return {
-        "facts": len(facts),
-        "layer": max(memories, key=lambda layer: total[layer]),
-        "mean_effects": total,
-    }
+    """Return the mean effect of each layer's feed-forward part at all of the subject's tokens, over some facts."""
+    best, effects = locate(Reader(policy), facts, seed=seed, advance=advance)
+    return {"facts": len(facts), "layer": best, "mean_effects": effects}
 
 
 def look(
@@ -167,7 +184,7 @@ def look(
         num_samples: Draws of it.
         window: Layers restored together; 0 for a fifth.
         seed: Seed of the noise.
-        advance: Called with 1 for each kind and layer.
+        advance: Called with the layers that ran; `num_layer_runs` in all.
 
     Raises:
         UserError: If the subject is not in the prompt.
@@ -190,6 +207,7 @@ def look(
         "noise": noise,
         "window": found.window,
         "effects": {kind: table.tolist() for kind, table in found.effects.items()},
+        "subject_effects": {kind: means.tolist() for kind, means in found.together.items()},
         "lens": {"words": lens.words, "shares": lens.shares.tolist(), "answer": lens.answer.tolist()},
         "attribution": attribution(reader, marked.ids, wanted),
         "attention": {layer: maps.tolist() for layer, maps in attention_maps(reader, marked.ids).items()},
@@ -197,28 +215,27 @@ def look(
 
 
 def as_text(content: Mapping[str, Any]) -> str:
-    """Format the effect of each layer at the subject's last token."""
+    """Format the effect of each layer at the subject's tokens together and at the prompt's last token."""
     if "mean_effects" in content:
         lines = [
-            f"{content['facts']} facts: most comes back at layer {content['layer']} (mlp, last token of the subject)"
+            f"{content['facts']} facts: most comes back at layer {content['layer']} (mlp, all tokens of the subject)"
         ]
         return "\n".join(
             [*lines, *(f"layer {n:>3}  {e:+.4f}" for n, e in enumerate(content["mean_effects"]))]
         )
-    last = content["subject_places"][1]
     lines = [
         f"{content['prompt']!r} -> {content['answer']!r}: p {content['p_clean']:.4f}, with noise on "
         f"{content['subject']!r} {content['p_corrupted']:.4f}",
         "",
-        "what comes back when one state is restored, at the subject's last token and at the prompt's:",
+        "what comes back when states are restored: of the subject's tokens together, and of the prompt's last token:",
         f"{'layer':>5}{'hidden':>10}{'mlp':>10}{'attention':>11}{'hidden, end':>13}  the layer would say",
     ]
-    effects = content["effects"]
+    effects, together = content["effects"], content["subject_effects"]
     for n in range(len(effects["hidden"])):
         said = content["lens"]["words"][n][-1].strip()
         lines.append(
-            f"{n:>5}{effects['hidden'][n][last]:>+10.4f}{effects['mlp'][n][last]:>+10.4f}"
-            f"{effects['attention'][n][last]:>+11.4f}{effects['hidden'][n][-1]:>+13.4f}  {said}"
+            f"{n:>5}{together['hidden'][n]:>+10.4f}{together['mlp'][n]:>+10.4f}"
+            f"{together['attention'][n]:>+11.4f}{effects['hidden'][n][-1]:>+13.4f}  {said}"
         )
     return "\n".join(lines)
 
@@ -228,7 +245,7 @@ def write_page(folder: Path, content: Mapping[str, Any]) -> None:
     figures: list[dict[str, Any]] = []
     if "mean_effects" in content:
         named = [(f"layer {n}", value) for n, value in enumerate(content["mean_effects"])]
-        title = "Mean indirect effect of each layer's feed-forward part at the subject's last token"
+        title = "Mean indirect effect of each layer's feed-forward part at all of the subject's tokens"
         figures.append({"title": title, "svg": bars(named, title=title), "note": ""})
         heading = f"{content['facts']} facts: most comes back at layer {content['layer']}"
     else:
@@ -251,7 +268,9 @@ def _figures(content: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"Causal trace: probability of {content['answer']!r} that a restored state brings back, {kind}"
         )
         note = "" if kind == "hidden" else f"{content['window']} neighbouring layers restored together"
-        svg = heat_map(table, tokens, title=title, colour=KIND_COLOURS[kind], **options)
+        own = [[*row, whole] for row, whole in zip(table, content["subject_effects"][kind], strict=True)]
+        columns = [*tokens, "(subject, together)"]
+        svg = heat_map(own, columns, title=title, colour=KIND_COLOURS[kind], **options)
         figures.append({"title": title, "svg": svg, "note": note})
     title = "Logit lens: what each layer would say, were it the last"
     lens = content["lens"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from whet.editing.facts import PLACE, Fact
@@ -323,11 +324,16 @@ def resumed(model: LanguageModel, layer: int, input_ND: torch.Tensor | None) -> 
     def nothing(x_ND: torch.Tensor, *rest: Any) -> torch.Tensor:
         return x_ND
 
+    def given(x_ND: torch.Tensor) -> torch.Tensor:
+        # The model pads its rows; a caller that did not see them has none for the padding.
+        missing = len(x_ND) - len(input_ND)
+        return F.pad(input_ND, (0, 0, 0, missing)) if missing else input_ND
+
     skipped: list[nn.Module] = list(model.layers)[:layer]
     try:
         for module in skipped:
             module.forward = nothing
-        with hooked([(model.layers[layer], "in", lambda x: input_ND)]):
+        with hooked([(model.layers[layer], "in", given)]):
             yield
     finally:
         for module in skipped:

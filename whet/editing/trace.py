@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,19 +18,21 @@ from whet.editing.sites import (
     Marked,
     Reader,
     find_memories,
-    flat_places,
     hooked,
     mark_subject,
     prompted,
 )
+from whet.editing.targets import can_resume, resumed
 from whet.model import attention as attention_module
 from whet.model.gpt2 import GPT2, GPT2Block
 from whet.model.parts import RMSNorm
 from whet.model.transformer import DecoderLayer, LanguageModel, LlamaLike
-from whet.types import UserError
+from whet.types import Segment, UserError
 
 Kind = Literal["hidden", "mlp", "attention"]
 KINDS: tuple[Kind, ...] = ("hidden", "mlp", "attention")
+LOCATING: dict[str, Any] = {"kinds": ("mlp",), "places": (), "num_samples": 6}
+"""What is traced to find a layer for facts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Trace:
 
     Attributes:
         effects: By kind, [layers, tokens]: probability with the state restored, minus that of the corrupted run.
+        together: By kind, [layers]: the same with the states of all of the subject's tokens restored at once.
         clean: Probability of the answer in the clean run.
         corrupted: Its mean with the subject's embeddings disturbed.
         tokens: Texts of the prompt's tokens.
@@ -47,6 +51,7 @@ class Trace:
     """
 
     effects: dict[Kind, torch.Tensor]
+    together: dict[Kind, torch.Tensor]
     clean: float
     corrupted: float
     tokens: tuple[str, ...]
@@ -75,19 +80,38 @@ def answer_id(reader: Reader, fact: Fact, marked: Marked) -> int:
     return int(reader.next_logprobs([marked.ids])[0].argmax())
 
 
-def causal_trace(
-    reader: Reader,
-    fact: Fact,
-    *,
-    noise: float = 3.0,
-    num_samples: int = 10,
-    window: int = 0,
-    kinds: Sequence[Kind] = KINDS,
-    places: Sequence[int] | None = None,
-    seed: int = 0,
-    advance: Callable[[int], None] = lambda count: None,
-) -> Trace:
-    """Disturb the subject's embeddings, restore one state at a time, and see what brings the answer back.
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Rows of one pass: for each draw the whole disturbed prompt, then one row for each restoration.
+
+    A state that is restored changes nothing before its own place, so its row begins there and shares the tokens before
+    it with the disturbed prompt.
+
+    Attributes:
+        rows: Token ids.
+        segments: What each row shares.
+        source: Where each token's state stands in [draws * T].
+        at: Flat rows whose states are restored.
+        of: Their places in the prompt.
+        ends: Flat row of the last token of each restoration.
+        draws: Draw of each restoration.
+        groups: Which of the restorations it is.
+    """
+
+    rows: list[tuple[int, ...]]
+    segments: list[Segment]
+    source: torch.Tensor
+    at: torch.Tensor
+    of: torch.Tensor
+    ends: torch.Tensor
+    draws: torch.Tensor
+    groups: torch.Tensor
+
+
+class Tracer:
+    """One prompt, clean and disturbed; restores states of the clean run in the disturbed one.
+
+    A pass begins at the first layer that is restored, with what the disturbed run gave to it.
 
     Args:
         reader: The model.
@@ -96,102 +120,241 @@ def causal_trace(
         num_samples: Draws of the noise.
         window: Neighbouring layers restored together, of mlp and attention; 0 for a fifth of the layers.
         kinds: What is restored.
-        places: Tokens whose states are restored; default: all.
+        places: Tokens whose states are restored, one at a time; default: all.
         seed: Seed of the noise.
-        advance: Called with 1 for each kind and layer.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        reader: Reader,
+        fact: Fact,
+        *,
+        noise: float = 3.0,
+        num_samples: int = 10,
+        window: int = 0,
+        kinds: Sequence[Kind] = KINDS,
+        places: Sequence[int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        model = reader.model
+        self._reader, self._model, self.kinds = reader, model, tuple(kinds)
+        self.marked = mark_subject(reader.policy.tokenizer, fact.prompt, fact.subject)
+        ids, count = self.marked.ids, len(model.layers)
+        self.wanted = answer_id(reader, fact, self.marked)
+        self.places = list(range(len(ids)) if places is None else places)
+        self.window, self._num_samples = window or max(1, round(count / 5)), num_samples
+        self._modules: dict[tuple[Kind, int], nn.Module] = {
+            (kind, n): part_of(layer, kind) for kind in kinds for n, layer in enumerate(model.layers)
+        }
+        self._clean: dict[tuple[Kind, int], torch.Tensor] = {}
+        first: list[torch.Tensor] = []
+
+        def keep(x_ND: torch.Tensor, key: tuple[Kind, int]) -> None:
+            self._clean[key] = x_ND[: len(ids)].detach().clone()
+
+        hooks: list[Hook] = [(module, "out", partial(keep, key=key)) for key, module in self._modules.items()]
+        hooks.append((model.layers[0], "in", lambda x: first.append(x[: len(ids)].detach().clone())))
+        with hooked(hooks):
+            self.clean = float(self._probabilities(reader.hidden([ids]), [len(ids) - 1]))
+        spread = noise * float(first[0].float().std())
+        own = slice(self.marked.first, self.marked.last + 1)
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(num_samples, own.stop - own.start, first[0].shape[1], generator=generator)
+        disturbed = first[0].repeat(num_samples, 1, 1)
+        disturbed[:, own] += (drawn * spread).to(first[0])
+        self._can_resume = can_resume(model)
+        self.corrupted = self._disturb(disturbed)
+        # The subject's tokens together are the last restoration.
+        groups = [range(place, place + 1) for place in self.places]
+        self._groups = [*groups, range(own.start, own.stop)]
+        self._batches = list(self._lay_out())
+
+    def _disturb(self, disturbed_STD: torch.Tensor) -> float:
+        """Run the disturbed prompts, and keep what each layer is given, [draws, T, D]; return the mean probability."""
+        ids, model = self.marked.ids, self._model
+        kept: list[list[torch.Tensor]] = [[] for _ in model.layers]
+        found: list[torch.Tensor] = []
+        per_pass = max(1, self._reader.budget // len(ids))
+        for part in disturbed_STD.split(per_pass):
+            size = len(part) * len(ids)
+
+            def keep(x_ND: torch.Tensor, layer: int, size: int = size) -> None:
+                kept[layer].append(x_ND[:size].detach().clone())
+
+            layers = enumerate(model.layers) if self._can_resume else ()
+            hooks: list[Hook] = [(layer, "in", partial(keep, layer=n)) for n, layer in layers]
+            with resumed(model, 0, part.flatten(0, 1)), hooked(hooks):
+                hidden = self._reader.hidden([ids] * len(part))
+            found.append(self._probabilities(hidden, [len(ids) * (n + 1) - 1 for n in range(len(part))]))
+        flat = disturbed_STD.flatten(0, 1)
+        self._given = [torch.cat(parts) for parts in kept] if self._can_resume else [flat]
+        return float(torch.cat(found).mean())
+
+    def _probabilities(self, hidden_ND: torch.Tensor, ends: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        where = torch.as_tensor(ends, device=hidden_ND.device)
+        logits = self._reader.logits(hidden_ND.index_select(0, where))
+        return logits.softmax(-1)[:, self.wanted].float().cpu()
+
+    def _lay_out(self) -> Iterator[_Batch]:
+        """Divide all draws and restorations into passes of the reader's budget."""
+        ids, device = self.marked.ids, self._reader.policy.device
+        # A state before the subject is the same in both runs: nothing to restore.
+        later = [n for n, group in enumerate(self._groups) if group.start >= self.marked.first]
+        todo = [(draw, n) for draw in range(self._num_samples) for n in later]
+        while todo:
+            rows: list[tuple[int, ...]] = []
+            segments: list[Segment] = []
+            source: list[int] = []
+            at, of, ends, draws, groups = ([] for _ in range(5))
+            bases: dict[int, int] = {}
+            done = 0
+            for draw, n in todo:
+                group, size = self._groups[n], len(source)
+                more = len(ids) - group.start + (0 if draw in bases else len(ids))
+                if done and size + more > self._reader.budget:
+                    break
+                if draw not in bases:
+                    bases[draw] = size
+                    rows.append(ids)
+                    segments.append(Segment(size, len(ids), 0, 0))
+                    source += range(draw * len(ids), (draw + 1) * len(ids))
+                    size = len(source)
+                prefix = bases[draw] if group.start else 0
+                rows.append(ids[group.start :])
+                segments.append(Segment(size, len(ids) - group.start, prefix, group.start))
+                source += range(draw * len(ids) + group.start, (draw + 1) * len(ids))
+                at += range(size, size + len(group))
+                of += group
+                ends.append(len(source) - 1)
+                draws.append(draw)
+                groups.append(n)
+                done += 1
+            todo = todo[done:]
+            tensors = (torch.tensor(numbers, device=device) for numbers in (source, at, of, ends))
+            yield _Batch(rows, segments, *tensors, torch.tensor(draws), torch.tensor(groups))
+
+    def layers_of(self, kind: Kind, layer: int) -> range:
+        """Return the layers whose states are restored together, as ROME's programs choose them."""
+        if kind == "hidden":
+            return range(layer, layer + 1)
+        count, half = len(self._model.layers), self.window // 2
+        return range(max(0, layer - half), min(count, layer + self.window - half))
+
+    def num_runs(self, kind: Kind, layer: int) -> int:
+        """Return how many layers run to restore one."""
+        return len(self._model.layers) - self._start(kind, layer)
+
+    def _start(self, kind: Kind, layer: int) -> int:
+        return self.layers_of(kind, layer).start if self._can_resume else 0
+
+    @torch.no_grad()
+    def restore(self, kind: Kind, layer: int) -> torch.Tensor:
+        """Return the mean effect of each restoration: of the places, and, last, of the subject's tokens together."""
+        effects = torch.zeros(self._num_samples, len(self._groups))
+        start = self._start(kind, layer)
+        for batch in self._batches:
+
+            def put(out_ND: torch.Tensor, states: torch.Tensor, batch: _Batch = batch) -> torch.Tensor:
+                return out_ND.index_copy(0, batch.at, states[batch.of].to(out_ND.dtype))
+
+            hooks: list[Hook] = [
+                (self._modules[kind, n], "out", partial(put, states=self._clean[kind, n]))
+                for n in self.layers_of(kind, layer)
+            ]
+            with resumed(self._model, start, self._given[start][batch.source]), hooked(hooks):
+                hidden = self._reader.hidden(batch.rows, batch.segments)
+            found = self._probabilities(hidden, batch.ends)
+            effects[batch.draws, batch.groups] = found - self.corrupted
+        return effects.mean(0)
+
+
+def num_layer_runs(model: LanguageModel, kinds: Sequence[Kind] = KINDS, window: int = 0) -> int:
+    """Return how often `causal_trace` advances: layers that run, over all kinds and layers."""
+    count = len(model.layers)
+    half = (window or max(1, round(count / 5))) // 2
+    if not can_resume(model):
+        return len(kinds) * count * count
+    starts = {kind: 0 if kind == "hidden" else half for kind in kinds}
+    return sum(count - max(0, layer - shift) for shift in starts.values() for layer in range(count))
+
+
+def expected_seconds(
+    reader: Reader, facts: Sequence[Fact], kinds: Sequence[Kind] = KINDS, **options: Any
+) -> float:
+    """Return how long traces of some prompts will take: one restoration in that of middle length is timed.
+
+    Args:
+        reader: The model.
+        facts: The prompts.
+        kinds: What will be restored.
+        options: As `Tracer` has them.
+    """
+    fact = sorted(facts, key=lambda one: len(one.text))[len(facts) // 2]
+    reader.hidden(
+        [mark_subject(reader.policy.tokenizer, fact.prompt, fact.subject).ids]
+    )  # compiles and allocates
+    began = time.monotonic()
+    tracer = Tracer(reader, fact, kinds=kinds, **options)
+    ready, kind, middle = time.monotonic(), kinds[0], len(reader.model.layers) // 2
+    tracer.restore(kind, middle)
+    per_run = (time.monotonic() - ready) / tracer.num_runs(kind, middle)
+    return len(facts) * (ready - began + per_run * num_layer_runs(reader.model, kinds, tracer.window))
+
+
+def causal_trace(
+    reader: Reader, fact: Fact, *, advance: Callable[[int], None] = lambda count: None, **options: Any
+) -> Trace:
+    """Disturb the subject's embeddings, restore one state at a time, and see what brings the answer back.
+
+    Noise is put on all of the subject's tokens. The states of every token are restored one by one, and those of the
+    subject's tokens also together: where a name keeps what is known of it, its last token need not be the place.
+
+    Args:
+        reader: The model.
+        fact: Prompt and subject; the answer is its `true`, else its `target`, else what the model says.
+        advance: Called with the layers that ran, for each kind and layer; `num_layer_runs` in all.
+        options: As `Tracer` has them.
 
     Source:
         arXiv 2202.05262, section 2.1: noise of 3 standard deviations, windows of 10 of 48 layers.
     """
-    model, tokenizer = reader.model, reader.policy.tokenizer
-    marked = mark_subject(tokenizer, fact.prompt, fact.subject)
-    ids, count = marked.ids, len(model.layers)
-    wanted = answer_id(reader, fact, marked)
-    chosen = list(range(len(ids)) if places is None else places)
-    window = window or max(1, round(count / 5))
-    modules: dict[tuple[Kind, int], nn.Module] = {
-        (kind, n): part_of(layer, kind) for kind in kinds for n, layer in enumerate(model.layers)
-    }
-    clean: dict[tuple[Kind, int], torch.Tensor] = {}
-    first: list[torch.Tensor] = []
-
-    def keep(x_ND: torch.Tensor, key: tuple[Kind, int]) -> None:
-        clean[key] = x_ND[: len(ids)].detach().clone()
-
-    hooks: list[Hook] = []
-    for key, module in modules.items():
-        hooks.append((module, "out", partial(keep, key=key)))
-    hooks.append((model.layers[0], "in", lambda x: first.append(x[: len(ids)].detach().clone())))
-    with torch.no_grad(), hooked(hooks):
-        hidden = reader.hidden([ids])
-        clean_p = float(reader.logits(hidden[len(ids) - 1 :][:1]).softmax(-1)[0, wanted])
-    spread = noise * float(first[0].float().std())
-    own = range(marked.first, marked.last + 1)
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(num_samples, len(own), first[0].shape[1], generator=generator) * spread
-    drawn = drawn.to(first[0])
-
-    def probabilities(
-        samples: Sequence[int], restored: Sequence[tuple[nn.Module, torch.Tensor, Sequence[int]]]
-    ) -> torch.Tensor:
-        """Run disturbed rows, with clean states [T, D] put back at one place of each row (-1: nowhere)."""
-        rows = [ids] * len(samples)
-        starts = flat_places(rows, [0] * len(rows))
-
-        def disturb(x_ND: torch.Tensor) -> torch.Tensor:
-            at = torch.tensor([start + place for start in starts for place in own], device=x_ND.device)
-            return x_ND.index_add(0, at, drawn[list(samples)].reshape(-1, x_ND.shape[1]))
-
-        def put(out_ND: torch.Tensor, states: torch.Tensor, at: Sequence[int]) -> torch.Tensor:
-            where = torch.tensor([s + p for s, p in zip(starts, at, strict=True)], device=out_ND.device)
-            return out_ND.index_copy(0, where, states[list(at)])
-
-        hooks: list[Hook] = [(model.layers[0], "in", disturb)]
-        for module, states, at in restored:
-            hooks.append((module, "out", partial(put, states=states, at=at)))
-        with torch.no_grad(), hooked(hooks):
-            hidden = reader.hidden(rows)
-            ends = torch.tensor([start + len(ids) - 1 for start in starts], device=hidden.device)
-            return reader.logits(hidden.index_select(0, ends)).softmax(-1)[:, wanted].float().cpu()
-
-    per_pass = max(1, reader.budget // len(ids))
-    everyone = [(sample, place) for sample in range(num_samples) for place in chosen]
-    draws = [range(n, min(n + per_pass, num_samples)) for n in range(0, num_samples, per_pass)]
-    corrupted = float(torch.cat([probabilities(part, ()) for part in draws]).mean())
+    tracer, token_text = Tracer(reader, fact, **options), reader.policy.tokenizer.token_text
     effects: dict[Kind, torch.Tensor] = {}
-    for kind in kinds:
-        table = torch.zeros(count, len(chosen))
-        half = 0 if kind == "hidden" else window // 2
-        for layer in range(count):
-            low = max(0, layer - half)
-            layers = range(low, layer + 1) if kind == "hidden" else range(low, min(count, low + window))
-            found = []
-            for start in range(0, len(everyone), per_pass):
-                part = everyone[start : start + per_pass]
-                at = [place for _, place in part]
-                put_back = [(modules[kind, n], clean[kind, n], at) for n in layers]
-                found.append(probabilities([sample for sample, _ in part], put_back))
-            table[layer] = torch.cat(found).view(num_samples, len(chosen)).mean(0) - corrupted
-            advance(1)
-        effects[kind] = table
+    together: dict[Kind, torch.Tensor] = {}
+    for kind in tracer.kinds:
+        found = []
+        for layer in range(len(reader.model.layers)):
+            found.append(tracer.restore(kind, layer))
+            advance(tracer.num_runs(kind, layer))
+        table = torch.stack(found)
+        effects[kind], together[kind] = table[:, :-1], table[:, -1]
     return Trace(
         effects=effects,
-        clean=clean_p,
-        corrupted=corrupted,
-        tokens=tuple(tokenizer.token_text(ids[place]) for place in chosen),
-        subject=(marked.first, marked.last),
-        answer=tokenizer.token_text(wanted),
-        window=window,
+        together=together,
+        clean=tracer.clean,
+        corrupted=tracer.corrupted,
+        tokens=tuple(token_text(tracer.marked.ids[place]) for place in tracer.places),
+        subject=(tracer.marked.first, tracer.marked.last),
+        answer=token_text(tracer.wanted),
+        window=tracer.window,
     )
 
 
-def locate(reader: Reader, facts: Sequence[Fact], *, seed: int = 0) -> tuple[int, list[float]]:
-    """Return the layer whose feed-forward part brings most of the answers back at the subject's last token.
+def locate(
+    reader: Reader,
+    facts: Sequence[Fact],
+    *,
+    seed: int = 0,
+    advance: Callable[[int], None] = lambda count: None,
+) -> tuple[int, list[float]]:
+    """Return the layer whose feed-forward part brings most of the answers back, at all of the subject's tokens.
 
     Args:
         reader: The model.
         facts: Facts; those count that the model knows, or at least completes with something.
         seed: Seed of the noise.
+        advance: Called with the layers that ran; `num_layer_runs` of mlp for each fact.
 
     Returns:
         The layer, and the mean effect of each (over layers with a memory, the last one left out).
@@ -199,9 +362,8 @@ def locate(reader: Reader, facts: Sequence[Fact], *, seed: int = 0) -> tuple[int
     total = torch.zeros(len(reader.model.layers))
     for fact in facts:
         asked = fact if fact.true else Fact(subject=fact.subject, prompt=fact.prompt, target="")
-        marked = mark_subject(reader.policy.tokenizer, fact.prompt, fact.subject)
-        found = causal_trace(reader, asked, kinds=("mlp",), places=[marked.last], num_samples=6, seed=seed)
-        total += found.effects["mlp"][:, 0]
+        found = causal_trace(reader, asked, advance=advance, seed=seed, **LOCATING)
+        total += found.together["mlp"]
     total /= max(1, len(facts))
     allowed = [layer for layer in find_memories(reader.model) if layer < len(reader.model.layers) - 1]
     if not allowed:
