@@ -1611,8 +1611,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
     ): [
         (
             "sign",
-            "view(num_samples, len(chosen)).mean(0) - corrupted",
-            "view(num_samples, len(chosen)).mean(0) + corrupted",
+            "batch.groups] = found - self.corrupted",
+            "batch.groups] = found + self.corrupted",
         ),
         ("denominator", "total /= max(1, len(facts))", "total /= 1"),
         (

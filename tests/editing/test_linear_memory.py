@@ -401,7 +401,7 @@ def test_restoring_the_whole_subject_undoes_the_noise_in_the_middle_of_a_prompt(
     (nothing, as attention there is taken away) the run is the clean one. One of the tokens alone does not do that."""
     policy = fresh()
     with torch.no_grad():
-        policy.model.layers[0].self_attn.o_proj.weight.zero_()
+        policy.model.get_parameter("model.layers.0.self_attn.o_proj.weight").zero_()
     fact = Fact(subject="Ann Oak", prompt="The home of {} is in", target="Oslo")
     found = causal_trace(Reader(policy), fact, noise=30.0, num_samples=2, kinds=("hidden",))
     assert found.subject == (3, 4)
@@ -421,7 +421,7 @@ def test_the_time_told_before_is_that_of_the_trace(monkeypatch: pytest.MonkeyPat
         ticks[0] += 1
 
     for layer in policy.model.layers:
-        layer.mlp.register_forward_hook(tick)  # a skipped layer does not come to it
+        layer.get_submodule("mlp").register_forward_hook(tick)  # a skipped layer does not come to it
     monkeypatch.setattr("whet.editing.trace.time.monotonic", lambda: float(ticks[0]))
     expected = expected_seconds(reader, facts, num_samples=2, window=3)
     ticks[0], runs = 0, []

@@ -213,6 +213,29 @@ def test_time_left_follows_the_recent_pace(monkeypatch):
     assert progress.times(now[0] + 500) == "0:00 left"
 
 
+def test_time_left_of_completions_is_right_from_the_second_batch_on(monkeypatch):
+    """Batches of 64 take 20 s: half of a batch ends at once at 4 s, the others one by one, the last at 20 s."""
+    now = [100.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with display.LiveDisplay("eval", 704, (), console=console) as live:
+        advance = display.advancing(live, 64)  # finished before; not part of the pace
+        progress, done = live._progress, 64
+        assert progress.times(now[0]) == "0:00 elapsed"
+        for batch in range(10):
+            begun = 100.0 + 20.0 * batch
+            for n in range(64):
+                now[0] = begun + (4.0 if n < 32 else 4.0 + 16.0 * (n - 31) / 32)
+                advance(1)
+                done += 1
+                if batch and done < 704:
+                    minutes, seconds = progress.times(now[0]).removesuffix(" left").split(":")
+                    left = 300.0 - now[0]
+                    # Within one batch the short ones come first: at most the time of one is in doubt.
+                    assert abs(60 * int(minutes) + int(seconds) - left) <= max(20.0, 0.35 * left), (batch, n)
+        assert progress.times(now[0]) == "3:20 elapsed"
+
+
 def test_series_takes_bounded_memory_and_skips_nan():
     progress = display._Progress(100_000, ("rl/kl",))
     for step in range(1, 100_001):

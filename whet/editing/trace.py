@@ -90,12 +90,12 @@ class _Batch:
     Attributes:
         rows: Token ids.
         segments: What each row shares.
-        source: Where each token's state stands in [draws * T].
-        at: Flat rows whose states are restored.
-        of: Their places in the prompt.
-        ends: Flat row of the last token of each restoration.
-        draws: Draw of each restoration.
-        groups: Which of the restorations it is.
+        source: Row in [draws * T] of each token's state, [N].
+        at: Flat rows whose states are restored, [M].
+        of: Their places in the prompt, [M].
+        ends: Flat row of the last token of each restoration, [R].
+        draws: Draw of each restoration, [R].
+        groups: Which of the restorations it is, [R].
     """
 
     rows: list[tuple[int, ...]]
@@ -231,8 +231,11 @@ class Tracer:
                 groups.append(n)
                 done += 1
             todo = todo[done:]
-            tensors = (torch.tensor(numbers, device=device) for numbers in (source, at, of, ends))
-            yield _Batch(rows, segments, *tensors, torch.tensor(draws), torch.tensor(groups))
+            numbers = (source, at, of, ends)
+            source_N, at_M, of_M, ends_R = (torch.tensor(own, device=device) for own in numbers)
+            yield _Batch(
+                rows, segments, source_N, at_M, of_M, ends_R, torch.tensor(draws), torch.tensor(groups)
+            )
 
     def layers_of(self, kind: Kind, layer: int) -> range:
         """Return the layers whose states are restored together, as ROME's programs choose them."""

@@ -497,10 +497,9 @@ def _run(policy: Policy, job: _Job, model: dict[str, Any]) -> dict[str, Any]:
             display.note(f"{job.num_left_out} of {num_wanted} problems do not fit the context; skipped")
         if said := write_quarantine(folder, job.task):
             display.note(said)
-        advance = advancing(display)
+        advance = advancing(display, len(known) * count)
         if known:
             display.note(f"{len(known)} of {len(job.problems)} problems were already finished; continuing")
-            advance(len(known) * count)
 
         def keep(chunk: Chunk) -> None:
             window = None if monitor is None else monitor.window(chunk.start_s, chunk.end_s)

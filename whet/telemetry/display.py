@@ -53,6 +53,14 @@ class Display(Protocol):
         """
         ...
 
+    def start(self, done: int) -> None:
+        """Take the pace from now on over all of the work, not over the last steps: portions come in bursts.
+
+        Args:
+            done: What was done before, by an earlier run.
+        """
+        ...
+
     def begin(self, phase: str, detail: Callable[[], str] | None = None) -> None:
         """Name what is done from now on, so that a long step shows that it is alive.
 
@@ -133,9 +141,14 @@ def steps_told_elsewhere() -> Iterator[None]:
         _is_step_told = before
 
 
-def advancing(display: Display) -> Callable[[int], None]:
-    """Return a function that advances a display by a count, for work in irregular portions: each a sign of life."""
-    done = 0
+def advancing(display: Display, done: int = 0) -> Callable[[int], None]:
+    """Return a function that advances a display by a count, for work in irregular portions: each a sign of life.
+
+    Args:
+        display: The display.
+        done: What an earlier run has done already.
+    """
+    display.start(done)
 
     def advance(count: int) -> None:
         nonlocal done
@@ -169,6 +182,11 @@ class LiveDisplay:
         """Show the metrics of a step at the next refresh."""
         with self._lock:
             self._progress.observe(step, values)
+
+    def start(self, done: int) -> None:
+        """Take the pace from now on over all of the work."""
+        with self._lock:
+            self._progress.start(done)
 
     def begin(self, phase: str, detail: Callable[[], str] | None = None) -> None:
         """Show the phase below the bar while it lasts."""
@@ -320,6 +338,10 @@ class PlainDisplay:
                 )
             )
 
+    def start(self, done: int) -> None:
+        """Take the pace from now on over all of the work."""
+        self._progress.start(done)
+
     def begin(self, phase: str, detail: Callable[[], str] | None = None) -> None:
         """Name the phase after 30 silent seconds, then each time after twice as many."""
         self._phase = _Phase(phase, detail)
@@ -415,6 +437,15 @@ class _Progress:
         self._bins: dict[str, dict[int, tuple[float, int]]] = {name: {} for name in headline}
         self._started = time.monotonic()
         self._pace: deque[tuple[float, int]] = deque(maxlen=32)
+        self._first: tuple[float, int] | None = None
+
+    def start(self, done: int) -> None:
+        """Measure the pace from now on, with so much done already.
+
+        Portions that end together (completions of a batch) have no pace of their own: the last 32 may have taken no
+        time, or only those that take longest.
+        """
+        self.step, self._first = done, (time.monotonic(), done)
 
     def observe(self, step: int, values: Mapping[str, float]) -> None:
         """Record the metrics of a step."""
@@ -436,11 +467,13 @@ class _Progress:
         return [total / count for _, (total, count) in sorted(self._bins[name].items())]
 
     def times(self, now: float) -> str:
-        """Return the time left at the recent pace; without one, and at the end, the time elapsed."""
+        """Return the time left at the pace of the last steps, or since `start`; without one, and at the end, the time
+        elapsed."""
         elapsed = f"{clock(now - self._started)} elapsed"
-        if self.step >= self.total_steps or len(self._pace) < 2:
+        points = [*(() if self._first is None else (self._first,)), *self._pace]
+        if self.step >= self.total_steps or len(points) < 2:
             return elapsed
-        (first_at, first), (last_at, last) = self._pace[0], self._pace[-1]
+        (first_at, first), (last_at, last) = points[0], points[-1]
         if last <= first:
             return elapsed
         left = (last_at - first_at) / (last - first) * (self.total_steps - last) - (now - last_at)
