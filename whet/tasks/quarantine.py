@@ -37,7 +37,9 @@ def write_quarantine(folder: Path, source: Task | Sequence[BadRow]) -> str:
         replace_file(folder / QUARANTINE, "".join(json.dumps(row) + "\n" for row in content))
         num_empty = sum(row.reason.endswith("is empty") for row in rows)
         empty = f" ({num_empty:,} with an empty field)" if num_empty else ""
-        sentences.append(f"{len(rows):,} bad row{'s' * (len(rows) != 1)} of the data skipped{empty}: see {folder / QUARANTINE}")
+        sentences.append(
+            f"{len(rows):,} bad row{'s' * (len(rows) != 1)} of the data skipped{empty}: see {folder / QUARANTINE}"
+        )
     if num_repeated:
         sentences.append(f"{num_repeated:,} rows of the data are repeated")
     return "; ".join(sentences)
