@@ -87,7 +87,7 @@ def test_messages(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         GSM8K(folder).problems("test")
     assert str(caught.value) == (
-        "test.jsonl line 2: 'answer' has no '####' (and 1 more bad rows); "
+        "test.jsonl line 2: 'answer' has no '####' (and 1 more bad row); "
         "fix the rows or allow them with --task.max-bad-rows 2"
     )
     task = GSM8K(folder, max_bad_rows=2)

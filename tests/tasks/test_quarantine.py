@@ -67,5 +67,5 @@ def test_rows_beside_a_task_and_a_task_without_rows(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(f"5\n{GOOD}\n")
     _, bad = read_jsonl(path, required=["prompt"], max_bad_rows=1)
-    assert write_quarantine(tmp_path, bad).startswith("1 bad rows of the data skipped: see")
+    assert write_quarantine(tmp_path, bad).startswith("1 bad row of the data skipped: see")
     assert [row["raw"] for row in left_out(tmp_path)] == ["5"]
