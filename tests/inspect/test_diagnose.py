@@ -558,7 +558,7 @@ def test_switches_are_measured_in_turn_and_may_fail(monkeypatch: pytest.MonkeyPa
     assert (subject.policy.attention, subject.policy.model.checkpoint_layers) == ("exact", False)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_switches_for_real() -> None:
     part = toggles(Subject(sft(batch_size=2)), 1, compiles=False)
     rows = [row["switch"] for row in next(iter(part.tables.values())) if row["speed"] != "failed"]

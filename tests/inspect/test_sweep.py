@@ -532,7 +532,7 @@ def few_sums(path: Path) -> TaskConfig:
     return TaskConfig(name="jsonl", path=str(path))
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_real_memory_runs_out_and_the_rest_goes_on(tmp_path: Path) -> None:
     """A child whose allocations really fail: a micro-batch of the whole step needs some 220 MB, 512 tokens 120."""
     wide = replace(OWN, model=replace(OWN.model, hidden_size=128, intermediate_size=1024, head_dim=32))

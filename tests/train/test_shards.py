@@ -123,6 +123,7 @@ def test_layers_in_shards_can_be_compiled(tmp_path: Path) -> None:
     assert_equal(weights(tmp_path / "compiled"), weights(tmp_path / "plain"), exactly=False)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
     """Bitwise with as many, up to rounding with others, from what one process and what several wrote."""
     run, kept = tmp_path / "run", tmp_path / "kept"
