@@ -96,7 +96,7 @@ DRY = {
 
 DRY_LINES = {
     "serve BASE --policy.adapter": "needs two adapters of one base: tests/generate/test_several.py",
-    **({} if HAS_RAY else {"rl demo --cluster": "needs Ray, with which .ci/run runs docs/cluster.md"}),
+    **({} if HAS_RAY else {"rl demo --cluster": "needs Ray, with which make slow runs docs/cluster.md"}),
     "rl demo --rewards judge": "asks a judge's server",
     "rl demo-distill --teacher.init": "asks a teacher's server",
     "rl demo --track tensorboard wandb": "starts wandb's service",

@@ -26,6 +26,7 @@ from test_bring_your_own import make_model
 from whet import __main__, cli, install
 from whet.__main__ import COMMANDS
 from whet.inspect.memory import room
+from whet.model.lora.side import LoRAConfig
 from whet.recipes import rl as rl_recipes
 from whet.recipes import sft as sft_recipes
 from whet.recipes.models import CHESS_BOARDS
@@ -456,12 +457,37 @@ def test_own_recipes_are_sized_by_the_machine(home: Path, monkeypatch: pytest.Mo
     many = replace(many, policy=config.policy, num_prompts=1_000_000)
     before = time.process_time()
     assert (
-        room.sized(many, frozenset({"num_prompts"})) == many
+        room.sized(many, frozenset({"num_prompts", "optim.lr"})) == many
     )  # no adapter makes a step of 8,000,000 samples fit
     assert time.process_time() - before < 10
     monkeypatch.setattr(room, "free_memory", lambda: 40 * 2**30)
     (warning,) = room.check_room(many)
     assert "lower num_prompts" in warning
+
+
+@pytest.mark.parametrize(("hidden", "expected"), [(64, 1e-5), (1024, 5e-6), (2048, 2e-6), (4096, 1e-6)])
+def test_the_rate_of_reinforcing_suits_the_size_of_the_model(
+    hidden: int,
+    expected: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shape = {
+        "model_type": "llama",
+        "vocab_size": 32_000,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+    }
+    heads = {"num_hidden_layers": 24, "num_attention_heads": 16, "max_position_embeddings": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(shape | heads))
+    monkeypatch.setattr(room, "_whole", lambda device: 2000 * 2**30)
+    own = rl_recipes.own()
+    own = replace(own, policy=replace(own.policy, init=str(tmp_path)))
+    assert room.sized(own, frozenset()).optim.lr == expected
+    assert ("which suits all weights of a model of" in capsys.readouterr().err) == (expected != 1e-6)
+    assert room.sized(own, frozenset({"optim.lr"})).optim.lr == own.optim.lr
+    assert room.sized(replace(own, lora=LoRAConfig(rank=8)), frozenset()).optim.lr == room.ADAPTER_LR
 
 
 # What is not installed.
