@@ -185,7 +185,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             f"{QUANTISING}::test_gptq_rounds_what_no_token_reached_to_the_nearest_codes",
         ),
     ): [
-        ("sign", "weight[:, place:] -= error", "weight[:, place:] += error"),
+        ("sign", "weight[:, block.stop :] -= errors", "weight[:, block.stop :] += errors"),
         ("mask", "torch.where(is_spot[:, column], full[:, column], value)", "value"),
         ("denominator", "(top.clamp(min=0) / bottom.clamp(min=1e-30)).sqrt()", "top.clamp(min=0).sqrt()"),
         ("guard", "diagonal[dead] = 1.0", "diagonal[dead] = 0.0"),

@@ -186,6 +186,22 @@ def test_going_over_the_codes_again_leaves_a_smaller_error(
     assert errors[0] > 1.02 * errors[1] > 1.02 * errors[2]
 
 
+def test_gptq_by_blocks_of_columns_is_gptq_column_by_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks only put off the products. Float32 rounds them elsewhere, which may turn a code here and there."""
+    generator = torch.Generator().manual_seed(2)
+    weight, x = (torch.randn(count, 150, generator=generator) for count in (40, 300))
+    x[:, 1:] += 2 * x[:, :-1]
+    moments = x.t() @ x / 300
+    spots = torch.tensor([3, 700])
+    errors, dense = [], []
+    for block in (1, 64):
+        monkeypatch.setattr(methods, "BLOCK", block)
+        dense.append(methods.gptq(weight, "nf4", moments, spots=spots).dense(torch.float32))
+        errors.append(methods.activation_error(dense[-1] - weight, weight, moments))
+    assert float((dense[0] == dense[1]).float().mean()) > 0.98
+    assert errors[1] == pytest.approx(errors[0], rel=1e-3)
+
+
 def test_gptq_keeps_super_weights() -> None:
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
     weight[3, 5] = 100.0

@@ -18,7 +18,11 @@ DAMPING = 0.01
 SHRINKING = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)
 """Factors of the blocks' largest magnitudes that GPTQ chooses from: less range, finer steps."""
 PASSES = 8
-"""Most times that GPTQ's codes are gone over again; fewer where nothing changes any more."""
+"""Most times that GPTQ's codes are gone over again."""
+LEAST_GAIN = 0.005
+"""Share of the outputs' squared error that a pass over the codes has to take away for another one to follow."""
+BLOCK = 64
+"""Columns whose errors reach the columns outside by one product."""
 PULL = 0.5
 """Share of what the layers before have changed that a matrix makes up for; whole, it is fitted to the calibration text
 more than to other text (stories260k: the same KL on held-out text, 4 to 8 % less on the calibration text)."""
@@ -133,7 +137,7 @@ def gptq(
         moments: Second moments of what it multiplies.
         spots: Places in the flattened matrix that stay exact.
 
-    Source: GPTQ 2210.17323, algorithm 1. Deviations: no lazy batches; columns in the order of falling second moment
+    Source: GPTQ 2210.17323, algorithm 1. Deviations: columns in the order of falling second moment
         (its `act_order`); the scales are found before, where each block of NF4 takes of `SHRINKING` the one that leaves
         the least error, weighted by the inputs' second moments; and after the last column all are gone over again,
         each code becoming the best one given all others (QuantEase 2309.01885, equation 10), which a first pass, that
@@ -151,9 +155,6 @@ def gptq(
     is_spot = is_spot.view(rows, width)
     full = weight_FD.detach().float()
 
-    def exact(column: int, value: torch.Tensor) -> torch.Tensor:
-        return torch.where(is_spot[:, column], full[:, column], value)
-
     hessian = moments.double().clone()
     diagonal = hessian.diagonal()
     dead = diagonal == 0
@@ -165,29 +166,41 @@ def gptq(
         torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True
     ).float()
 
+    # Columns in the order of rounding, until the codes are done. Each column's error reaches the other columns of its
+    # block at once, and all others by one product for the block: column by column the whole matrix would be written.
+    full, weight, scales, is_spot = (x[:, order] for x in (full, weight, scales, is_spot))
     codes = torch.empty(rows, width, dtype=torch.uint8 if kind == "nf4" else torch.int8, device=weight.device)
     values = torch.empty_like(full)
-    weight = weight[:, order]
-    for place, column in enumerate(order.tolist()):
-        own, value = codes_of(weight[:, place], scales[:, column])
-        codes[:, column] = own
-        value = values[:, column] = exact(column, value)
-        error = (weight[:, place] - value) / inverse[place, place]
-        weight[:, place:] -= error[:, None] * inverse[place, place:]
 
-    damped = moments.float().clone()
-    damped.diagonal().copy_(diagonal)
+    def round_column(column: int, wanted: torch.Tensor) -> torch.Tensor:
+        codes[:, column], value = codes_of(wanted, scales[:, column])
+        return torch.where(is_spot[:, column], full[:, column], value)
+
+    blocks = [slice(start, min(start + BLOCK, width)) for start in range(0, width, BLOCK)]
+    for block in blocks:
+        own, errors = weight[:, block].clone(), torch.empty_like(weight[:, block])
+        for place, column in enumerate(range(block.start, block.stop)):
+            value = values[:, column] = round_column(column, own[:, place])
+            errors[:, place] = (own[:, place] - value) / inverse[column, column]
+            own[:, place:] -= errors[:, place, None] * inverse[column, column : block.stop]
+        weight[:, block.stop :] -= errors @ inverse[block, block.stop :]
+
+    damped = hessian.float()
     slopes = (values - full) @ damped  # half the gradient of the outputs' squared error
+    error = float(((values - full) * slopes).sum())
     for _ in range(PASSES):
-        before = codes.clone()
-        for column in order.tolist():
-            best = values[:, column] - slopes[:, column] / damped[column, column]
-            own, value = codes_of(best, scales[:, column])
-            value = exact(column, value)
-            slopes += (value - values[:, column])[:, None] * damped[column]
-            codes[:, column], values[:, column] = own, value
-        if torch.equal(codes, before):
+        for block in blocks:
+            own, changes = slopes[:, block].clone(), torch.empty_like(slopes[:, block])
+            for place, column in enumerate(range(block.start, block.stop)):
+                value = round_column(column, values[:, column] - own[:, place] / damped[column, column])
+                changes[:, place] = value - values[:, column]
+                own += changes[:, place, None] * damped[column, block]
+                values[:, column] = value
+            slopes += changes @ damped[block]
+        before, error = error, float(((values - full) * slopes).sum())
+        if before - error <= LEAST_GAIN * before:
             break
+    codes = torch.empty_like(codes).index_copy_(1, order, codes)
     return _with_codes(plain, codes)
 
 
