@@ -33,7 +33,7 @@ from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import build_model
 from whet.schema import SCHEMAS
 from whet.serve import scheduler as scheduler_module
-from whet.serve.scheduler import Ask, BusyError, Event, Scheduler, Ticket
+from whet.serve.scheduler import Ask, BusyError, Event, Scheduler, Ticket, _Pace
 from whet.serve.stream import ResponseText, StopText, TokenText, chat_prompt
 from whet.types import UserError
 
@@ -612,6 +612,16 @@ def test_a_stream_keeps_a_third_of_its_pace(asks: list[Ask], leaves: bool, slow:
         assert max(gaps_beside(policy, asks, slow, leaves=leaves, slowdown=0.0)) > 48.0  # a piece of 512
     elif asks is CROWD:
         assert statistics.mean(gaps_beside(policy, asks, slow, leaves=leaves, slowdown=0.0)) > 6.0
+
+
+def test_nobody_waits_for_the_end_of_another_s_stream() -> None:
+    """Where each row takes as long as ten steps, the pace cannot be kept; the others go on, and are measured."""
+    pace = _Pace(3.0)
+    for rows in (1, 2, 4, 4, 4):
+        pace.decoded(rows, 1.0 + 10.0 * (rows - 1))
+        assert pace.most_rows == min(4, 2 * rows)
+        assert pace.reading_share > 0
+    assert pace.piece_tokens == 128
 
 
 def test_without_a_stream_all_rows_are_used(slow: list[float]) -> None:

@@ -43,6 +43,8 @@ FOR_READING = 0.5
 """The part of it that is left to reading, however many rows there are: it brings the next ones."""
 LEAST_TOKENS = KEY_BLOCK
 """The shortest piece of a prompt: one of attention's blocks, so that sums are the whole prompt's."""
+LEAST_ROWS = 4
+"""Rows that are decoded together, however slow that is."""
 WEIGHT = 0.1
 """Weight of a new measurement in a running mean."""
 CLOSE_S = 30.0
@@ -179,9 +181,8 @@ class _Pace:
         self._step_s = _mean(self._step_s, seconds)
         if self._lone_s is None or seconds < self._lone_s:
             self._lone_s = _mean(self._lone_s, seconds)
-        elif (
-            num_rows == 1
-        ):  # with the context, slowly; a row by itself is not alone while requests keep Python busy
+        elif num_rows == 1:
+            # It grows with the context, slowly: a row by itself is not alone while requests keep Python busy.
             self._lone_s = _mean(self._lone_s, seconds, WEIGHT / 100)
         if num_rows > 1:
             self._more_s = _mean(self._more_s, max(seconds - self._lone_s, 1e-9) / (num_rows - 1))
@@ -193,11 +194,12 @@ class _Pace:
 
     @property
     def most_rows(self) -> int:
-        """Rows that a step has time for; never more than twice as many as were ever tried."""
+        """Rows that a step has time for; never more than twice as many as were ever tried, and always a few: nobody
+        waits for the end of another's stream."""
         if self._lone_s is None or self._more_s is None:
             return 2 * self._most_tried
         fitting = 1 + int((self.slowdown - FOR_READING - 1) * self._lone_s / self._more_s)
-        return min(fitting, 2 * self._most_tried)
+        return min(max(fitting, LEAST_ROWS), 2 * self._most_tried)
 
     @property
     def reading_share(self) -> float:
