@@ -206,6 +206,7 @@ class TaskConfig:
                 raise UserError(told)
             near = closest(self.name, list(OPTIONS))
             hint = f"; did you mean {near!r}?" if near else ""
+            hint = "; data of your own are given by --data FILE alone" if self.name == "own" else hint
             raise UserError(
                 f"task.name = {show(self.name)}: expected one of {', '.join(OPTIONS)} or path.py:MyTask{hint}"
             )
