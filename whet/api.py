@@ -71,7 +71,7 @@ from whet.sandbox.graders.shipping import ship_function
 from whet.schema import ResponseSchema
 from whet.stats import Interval
 from whet.tasks import base as tasks
-from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task
+from whet.tasks.base import TaskConfig, answers_of, check_gold, load_task
 from whet.tasks.columns import image_column
 from whet.tasks.images import ImageReader, holds_file
 from whet.tasks.read import as_text, first_row, is_hub_name, is_number
@@ -1049,7 +1049,7 @@ def evaluate(
     config = _task(task)
     loaded = asked.loaded.for_tasks()  # what the task expects is not what is asked for ever
     judge = load_task(config)
-    loaded.expect(answer_type_of(judge))
+    loaded.expect(*answers_of(judge))
     split = chosen_split(split, config, asked.config)
     wanted = take_problems(judge, split, num_problems)
     if not wanted:

@@ -6,14 +6,21 @@ another. Here only this object knows the tags; the preflight (`whet.eval.audit`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from whet.config import closest, from_dict, read_yaml
-from whet.rewards.answers.extract import extract_answer, from_box, from_hashes, own_turn
+from whet.rewards.answers.extract import (
+    DEFAULT_STEPS,
+    STEPS_OF,
+    extract_answer_with_step,
+    from_box,
+    from_hashes,
+    own_turn,
+)
 from whet.types import UserError
 
 AnswerPlace = Literal["tag", "boxed", "hashes", "anywhere", "whole"]
@@ -140,7 +147,7 @@ class ResponseSchema:
             )
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"schema stop strings must be non-empty, got {str(self.stop)[:200]}")
-        choices = ((self.answer_place, WORDING), (self.fallback, FALLBACKS))
+        choices = ((self.answer_place, WORDING), (self.fallback, get_args(Fallback)))
         for value, table in choices:
             if value not in table:
                 raise ValueError(f"schema: got {value!r:.40}, expected one of {', '.join(table)}")
@@ -366,7 +373,7 @@ class ResponseSchema:
         is_perfect = answer is not None and is_closed and self._is_tight(body)
         if answer is None and after is not None:
             closed = body if body.endswith(after) else body[: body.rfind(self.think_open)]
-            answer = FALLBACKS[self.fallback](after) or FALLBACKS[self.fallback](closed)
+            answer = self._fall_back(after) or self._fall_back(closed)
         if is_perfect:
             return ParsedResponse(thinking, answer, "perfect")
         found = any(mark in completion for mark in (*self.tags, *self.marks))
@@ -395,9 +402,25 @@ class ResponseSchema:
             case "hashes":
                 return from_hashes(text)
             case "anywhere":
-                return extract_answer(text)
+                return self._anywhere(text)
             case "whole":
                 return text.strip() or None
+
+    def _anywhere(self, text: str) -> str | None:
+        """Return the answer wherever it stands, by the kind that the task has; a program is all of the text."""
+        if self.answer_type == "program":
+            return text.strip() or None
+        return extract_answer_with_step(text, STEPS_OF.get(self.answer_type, DEFAULT_STEPS))[0]
+
+    def _fall_back(self, text: str) -> str | None:
+        """Return the answer where `fallback` looks for it, or None."""
+        match self.fallback:
+            case "none":
+                return None
+            case "boxed":
+                return from_box(text)
+            case "anywhere":
+                return self._anywhere(text)
 
     def _is_tight(self, body: str) -> bool:
         """Say whether each tag occurs once, in its order, and only white space stands outside the two blocks."""
@@ -434,12 +457,6 @@ def _last_block(text: str, opening: str, closing: str) -> str | None:
     start += len(opening)
     return text[start : text.find(closing, start)].strip()
 
-
-FALLBACKS: dict[str, Callable[[str], str | None]] = {
-    "none": lambda text: None,
-    "boxed": from_box,
-    "anywhere": extract_answer,
-}
 
 NUM_FIRST_FIELDS = 11
 """Fields that every protocol.json has: think_open to result_close."""
@@ -487,6 +504,8 @@ SCHEMAS: dict[str, ResponseSchema] = {
         opening_in_prompt=False,
         instruction="Think about the problem. Then write {answer}, and nothing else, as your final message.",
     ),
+    # A plain chat, for models that were never trained to a format: nothing is asked or appended.
+    "anywhere": ResponseSchema(think_open="", think_close="", answer_place="anywhere", instruction=""),
     "none": ResponseSchema(think_open="", think_close="", answer_place="whole", instruction=""),
 }
 """Name -> schema."""

@@ -217,8 +217,8 @@ def test_a_base_model_leaves_without_a_template(tmp_path: Path) -> None:
 
 
 def test_a_template_that_whet_would_change_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def own_schema(*arguments: Any, **options: Any) -> Policy:
-        return load_policy(*arguments, **options | {"plain": False})
+    def own_schema(settings: PolicyConfig, **options: Any) -> Policy:
+        return load_policy(replace(settings, schema="think_answer"), **options)
 
     monkeypatch.setattr(program, "load_policy", own_schema)
     report = export(config(chat_model(tmp_path / "model"), tmp_path / "out", "hf", dtype="f32"))

@@ -14,6 +14,7 @@ import pytest
 from whet.eval.evaluate import ONE_FILE, EvalConfig, chosen_split, main, plan, task_configs
 from whet.eval.measure import Work, join_windows, show_work, total_work
 from whet.eval.record import describe_weights, read_eval, unlike
+from whet.generate.engine import Completion
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.tasks.base import TaskConfig, load_task, told_of
@@ -80,6 +81,44 @@ def test_several_tasks_in_one_command(
     assert (out / "jsonl" / "eval.json").stat().st_mtime_ns == before
     again = json.loads((out / "eval.json").read_text())
     assert again == content
+
+
+@pytest.mark.parametrize("answer_from", ["schema", "anywhere"])
+def test_a_strict_number_stands_beside_what_is_right_read_anywhere(
+    answer_from: Any,
+    tiny_policy: PolicyConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Greedily right without tags, one of two samples wrong: strictly 0, read anywhere 100 and 50 %."""
+    monkeypatch.setattr("whet.eval.evaluate.write_report", lambda folder: (folder / "report.md").touch())
+    monkeypatch.setattr("whet.eval.evaluate.draw_evaluation", lambda *arguments: [])
+
+    def play(policy: Any, engine: Any, problems: list[Problem], seeds: Any, *_: Any, **__: Any) -> Any:
+        def done(problem: Problem, index: int) -> Completion:
+            ids = (*policy.tokenizer.encode(f"={int(problem.answer) + index}"), policy.tokenizer.eos_id)
+            return Completion(ids=ids, logprobs=(0.0,) * len(ids), finish_reason="stop")
+
+        return [[done(p, index) for index in range(len(row))] for p, row in zip(problems, seeds, strict=True)]
+
+    monkeypatch.setattr("whet.eval.measure.play", play)
+    main(make_config(tiny_policy, tmp_path / "out", answer_from=answer_from))
+    summary, shown = json.loads((tmp_path / "out" / "eval.json").read_text()), capsys.readouterr().out
+    means = {name: summary["metrics"][name]["mean"] for name in ("pass@1", "greedy")}
+    assert "prompts: the bare question, schema think_answer; answers are read between <answer>" in shown
+    if answer_from == "anywhere":
+        assert means == {"pass@1": 0.5, "greedy": 1.0}
+        assert "read_anywhere" not in summary
+        return
+    assert means == {"pass@1": 0.0, "greedy": 0.0}
+    assert {name: row["mean"] for name, row in summary["read_anywhere"].items()} == {
+        "pass@1": 0.5,
+        "greedy": 1.0,
+    }
+    line = next(line for line in shown.splitlines() if line.startswith("read anywhere in the completions:"))
+    assert "pass@1 50.0 %" in line
+    assert "greedy 100.0 %" in line
 
 
 def test_task_fields_go_to_those_that_read_them(tiny_policy: PolicyConfig, tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_the_instruction_goes_into_the_question_where_there_is_no_system_role(
     kind: str, tmp_path: Path
 ) -> None:
     folder = chat_folder(tmp_path / "model", template=NO_SYSTEM[kind])
-    policy = load_policy(PolicyConfig(init=str(folder)), seed=0)
+    policy = load_policy(PolicyConfig(init=str(folder), schema="think_answer"), seed=0)
     assert policy.prompt_ids(PROBLEM) == tuple(octets(f"[user]{SYSTEM}\n\n12+5=\n[bot]<think>"))
     own = load_policy(PolicyConfig(init=str(folder), system_prompt="Be brief.", schema="none"), seed=0)
     assert own.prompt_ids(PROBLEM) == tuple(octets("[user]Be brief.\n\n12+5=\n[bot]"))
@@ -168,8 +168,10 @@ def test_chat_prompts_use_the_template_of_the_model(tmp_path: Path) -> None:
     folder = chat_folder(tmp_path)
     expected = tuple(octets(f"[system]{SYSTEM}\n[user]12+5=\n[bot]<think>"))
     for template in ("chat", "auto"):
-        policy = load_policy(PolicyConfig(init=str(folder), template=template), seed=0)
-        assert policy.prompt_ids(PROBLEM) == expected
+        chosen = PolicyConfig(init=str(folder), template=template, schema="think_answer")
+        assert load_policy(chosen, seed=0).prompt_ids(PROBLEM) == expected
+        asked = load_policy(replace(chosen, schema="inherit"), seed=0).prompt_ids(PROBLEM)
+        assert asked == tuple(octets("[user]12+5=\n[bot]")), "a template without thinking is asked as it is"
     plain = load_policy(PolicyConfig(init=str(folder), template="plain"), seed=0)
     assert plain.prompt_ids(PROBLEM) == tuple(octets("12+5=<think>"))
 

@@ -13,12 +13,16 @@ import pytest
 from test_policy import BYTES, SHAPE
 
 import whet
+from whet.eval.grade import grade
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.model.text.template import BASE_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
 from whet.model.weights import build_model, save_model
+from whet.rewards.base import build_rewards
 from whet.schema import SCHEMAS
+from whet.tasks.base import answers_of
+from whet.tasks.made.arithmetic import Arithmetic
 from whet.train.session import written_date
 from whet.types import Problem, UserError
 
@@ -139,6 +143,8 @@ def test_a_plain_model_is_asked_as_in_transformers(tmp_path: Path, name: str, ad
         ("r1", "boxed", "<Assistant><think>\n"),
         ("r1", "inherit", "put your final answer within \\boxed{}.<Assistant><think>\n"),
         ("qwen3", "inherit", "<|im_start|>assistant\n<think>"),
+        ("chatml", "inherit", "<|im_start|>assistant\n"),
+        ("chatml", "anywhere", "<|im_start|>assistant\n"),
         ("gpt_oss", "inherit", "<|start|>assistant"),
     ],
 )
@@ -222,8 +228,68 @@ def test_a_plain_model_that_is_saved_has_no_schema_that_nobody_chose(tmp_path: P
     assert "schema" not in json.loads((tmp_path / "saved" / "protocol.json").read_text())
     saved = PolicyConfig(init=str(tmp_path / "saved"))
     assert load_policy(saved, seed=0, plain=True).chat_text(USER) == plain.chat_text(USER)
-    assert load_policy(saved, seed=0).schema == plain.for_tasks().schema == SCHEMAS["think_answer"]
-    assert plain.for_tasks().chat_text(USER).endswith("<think>")
+    assert load_policy(saved, seed=0).schema == plain.for_tasks().schema == SCHEMAS["anywhere"]
+    assert plain.for_tasks().chat_text(USER) == plain.chat_text(USER)
+
+
+SAID = Problem(uid="a", task="t", prompt="Tom had 12 apples and got 6. How many has he?", answer="18")
+
+
+@pytest.mark.parametrize("schema", ["inherit", "none", "anywhere"])
+def test_a_chat_model_that_knows_no_tags_is_asked_plainly_and_read_anywhere(
+    tmp_path: Path, schema: str
+) -> None:
+    """In training as in evaluation: `correct` pays what a reading of all places counts."""
+    folder = folder_of(tmp_path / "hub", CHATML)
+    policy, task = load_policy(PolicyConfig(init=str(folder), schema=schema), seed=0), Arithmetic()
+    plain = load_policy(PolicyConfig(init=str(folder)), seed=0, plain=True)
+    policy.expect(*answers_of(task))
+    assert policy.prompt_ids(SAID) == plain.prompt_ids(SAID)
+    texts = {"So Tom has 18 apples now.": 1.0, "12 + 6 = 18": 1.0, "So Tom has 17 apples now.": 0.0, "": 0.0}
+    (correct,) = build_rewards({"correct": 1.0}, policy.schema, task)
+    assert correct.function is not None
+    for text, paid in texts.items():
+        assert correct.function(SAID, text) == paid
+        for answer_from in ("schema", "anywhere"):
+            (graded,) = grade(policy, task, [(SAID, text, ())], answer_from=answer_from)  # type: ignore[arg-type]
+            assert graded.is_correct == bool(paid)
+    told = "prompts: the model's chat template, schema anywhere"
+    told += ", the default for it" if schema == "inherit" else ""
+    assert policy.describe_prompts() == f"{told}; answers are read wherever they stand"
+    # What is saved is asked and read so again.
+    policy.save(tmp_path / "saved")
+    again = load_policy(PolicyConfig(init=str(tmp_path / "saved")), seed=0)
+    again.expect(*answers_of(task))
+    assert again.protocol() == policy.protocol()
+    assert not again.is_default
+
+
+@pytest.mark.parametrize(("schema", "type_"), [("inherit", "program"), ("none", "program"), ("none", "text")])
+def test_what_no_gold_answer_judges_is_read_whole(tmp_path: Path, schema: str, type_: Any) -> None:
+    policy = load_policy(PolicyConfig(init=str(folder_of(tmp_path, CHATML)), schema=schema), seed=0)
+    policy.expect("number")
+    policy.expect(type_, False)
+    assert policy.schema.parse(" return 1\n2 is all ").answer == "return 1\n2 is all"
+    policy.expect("choice")
+    assert policy.schema.parse("I take (B), not 3 of them").answer == "B"
+
+
+def test_a_model_whose_template_has_thinking_keeps_its_tags_and_so_do_protocols(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "hub", QWEN3)
+    policy = load_policy(PolicyConfig(init=str(folder)), seed=0)
+    policy.expect("number")
+    assert policy.schema == SCHEMAS["think_answer"]
+    told = "schema think_answer, the default for it; answers are read between <answer> and </answer>"
+    assert policy.describe_prompts().endswith(told)
+    chat = folder_of(tmp_path / "chat", CHATML)
+    load_policy(PolicyConfig(init=str(chat), schema="boxed"), seed=0).save(tmp_path / "run")
+    kept = load_policy(PolicyConfig(init=str(tmp_path / "run")), seed=0)
+    kept.expect("number")
+    assert kept.schema == SCHEMAS["boxed"]
+    told = kept.describe_prompts(is_read_anywhere=True)
+    assert told.endswith("schema boxed; answers are read in \\boxed{}, else wherever they stand")
+    base = load_policy(replace(BYTES, template="base"), seed=0)
+    assert "Question and Answer, schema think_answer" in base.describe_prompts()
 
 
 def test_a_protocol_keeps_its_schema_in_chats_too(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from whet.algo.config import AlgoConfig, OffPolicyConfig, ValueConfig
+from whet.eval.grade import grade
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.probe import ProbeResult
 from whet.generate.sampling import SamplingParams
@@ -849,6 +850,56 @@ def test_limits_of_what_may_part_sampler_and_trainer(tiny_policy: PolicyConfig, 
 def test_hot_sampling_is_warned_of() -> None:
     assert rl.heat_warnings(rl.HOT) == []
     assert "gibberish" in rl.heat_warnings(rl.HOT + 0.01)[0]
+
+
+ANSWERED = "</think><answer>7</answer>"
+PLACED = "are where the schema wants them (between <answer> and </answer>)"
+
+
+@pytest.mark.parametrize(
+    ("texts", "dull", "algo", "told"),
+    [
+        (
+            ["It is 5."] * 6 + ["It is 6."] * 34,
+            0.9,
+            {},
+            f"0 of 40 answers of the first batch {PLACED}, and 15%",
+        ),
+        ([ANSWERED] + ["It is 5."] * 39, 0.9, {}, f"1 of 40 answers of the first batch {PLACED}, and 98%"),
+        (["It is 5."], 0.0, {}, "right when read anywhere: --policy.schema anywhere asks for no format"),
+        (["Hm."] * 40, 0.9, {}, "0% are right when read anywhere: fine-tune first (whet sft"),
+        ([ANSWERED] * 2 + ["Hm."] * 38, 0.75, {}, "75% of the groups of the first batch have equal rewards"),
+        ([ANSWERED], 0.75, {}, "--algo.uninformative refill samples other problems"),
+        ([ANSWERED], 0.5, {}, ""),
+        ([ANSWERED], 0.9, {"uninformative": "refill"}, ""),
+        ([ANSWERED], 0.9, {"uninformative": "keep"}, ""),
+    ],
+)
+def test_a_weak_start_is_told_of_once_with_the_option_that_helps(
+    tiny_policy: PolicyConfig, texts: list[str], dull: float, algo: dict[str, Any], told: str
+) -> None:
+    policy, task = load_policy(tiny_policy, seed=0), Arithmetic()
+    problem = Problem(uid="a", task="arithmetic", prompt="2+3=", answer="5")
+    items = [(problem, text, tuple(policy.stop_ids[:1])) for text in texts]
+    drawn: Any = [SimpleNamespace(text=text, completion_ids=ids) for _, text, ids in items]
+    rollout: Any = SimpleNamespace(
+        groups=[SimpleNamespace(problem=problem, samples=drawn)], grades=[grade(policy, task, items)]
+    )
+    values = {"rl/zero_variance_groups": dull, "rl/correct": 0.1}
+    found = rl.weak_start(policy, task, rollout, values, AlgoConfig(**algo))
+    assert told in found
+    assert bool(found) == bool(told)
+    assert "\n" not in found
+
+
+def test_the_first_batch_of_a_run_is_judged_and_no_other(
+    tiny_policy: PolicyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tiny_policy, tmp_path, num_steps=2, rewards={"correct": 1.0})
+    train(config)
+    assert capsys.readouterr().out.count("of the first batch") == 1
+    warnings = (tmp_path / "warnings.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in warnings if "of the first batch" in line] == [1]
 
 
 def test_rewards_that_fail_are_told_of_at_the_first_and_at_every_doubling() -> None:

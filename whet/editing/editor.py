@@ -47,7 +47,7 @@ from whet.eval.probe.off_domain import measure_perplexity
 from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams
 from whet.stats import mcnemar_exact
-from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task
+from whet.tasks.base import TaskConfig, answers_of, check_gold, load_task
 from whet.telemetry.display import clock
 from whet.telemetry.heartbeat import alive
 from whet.types import Problem, Task, UserError
@@ -226,7 +226,7 @@ def known_problems(name: str, count: int) -> tuple[Task, list[Problem]]:
 
 def _asking(policy: Policy, task: Task) -> Policy:
     asked = policy.for_tasks()
-    asked.expect(answer_type_of(task))
+    asked.expect(*answers_of(task))
     return asked
 
 

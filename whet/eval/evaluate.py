@@ -15,7 +15,7 @@ import torch
 
 from whet.config import align, closest, dump_yaml, read_yaml, user_path
 from whet.eval.chess.games import GamesConfig, Player, check_opponents, measure_games, metric_names
-from whet.eval.grade import AnswerFrom
+from whet.eval.grade import AnswerFrom, right_anywhere
 from whet.eval.measure import Chunk, EvalResult, evaluate, total_work
 from whet.eval.metrics import headline_names
 from whet.eval.progress import read_finished, save_chunk, start_progress
@@ -28,9 +28,9 @@ from whet.model.lora.files import find_model
 from whet.model.weights import check_weights
 from whet.report.markdown import write_report
 from whet.rewards.base import EPISODE, JUDGE, MODEL, TIMEOUT_S, WeightedReward, build_rewards, check_timeout
-from whet.stats import Interval
+from whet.stats import Interval, share_interval
 from whet.storage.folder import check_folder, next_line, open_run, run_of
-from whet.tasks.base import MOST_HELD_OUT, OPTIONS, TaskConfig, answer_type_of, check_gold, load_task
+from whet.tasks.base import MOST_HELD_OUT, OPTIONS, TaskConfig, answers_of, check_gold, load_task
 from whet.tasks.chess.stockfish import EngineError
 from whet.tasks.quarantine import write_quarantine
 from whet.tasks.tools import environment_for
@@ -396,6 +396,7 @@ def inspect(config: EvalConfig) -> list[str]:
         told.append(
             f"{len(job.problems):,} problems of task {own.name}; {job.num_left_out} do not fit the context"
         )
+        told.append(_prompts_of(job, policy))
     return told
 
 
@@ -413,7 +414,7 @@ def _write_origin(config: EvalConfig, problems: Sequence[Problem]) -> None:
 
 def _prepare(config: EvalConfig, policy: Policy, name: str, own: TaskConfig, task: Task) -> _Job:
     """Take the problems and create the rewards; anything missing is found before the folder is created."""
-    policy.expect(answer_type_of(task))
+    policy.expect(*answers_of(task))
     config = replace(config, split=chosen_split(config.split, own, config.policy))
     environment_for(policy.schema, task)  # fails now if a tool is missing
     rewards: list[WeightedReward] = []
@@ -474,6 +475,12 @@ def _check_metrics(config: EvalConfig, task: Task) -> None:
             )
 
 
+def _prompts_of(job: _Job, policy: Policy) -> str:
+    """Say how a task's problems are asked, and where their answers are read."""
+    told = policy.describe_prompts(is_read_anywhere=job.config.answer_from == "anywhere")
+    return f"{job.name}: {told}" if job.name else told
+
+
 def _run(policy: Policy, job: _Job, model: dict[str, Any]) -> dict[str, Any]:
     """Evaluate one task, or resume it; return the content of eval.json."""
     config, folder = job.config, Path(job.config.out)
@@ -482,7 +489,8 @@ def _run(policy: Policy, job: _Job, model: dict[str, Any]) -> dict[str, Any]:
     if job.name:
         open_run(folder, dump_yaml(config), resume=(folder / "config.yaml").is_file())
         _write_origin(config, job.problems)
-    policy.expect(answer_type_of(job.task))
+    policy.expect(*answers_of(job.task))
+    print(f"whet: {_prompts_of(job, policy)}", flush=True)
     identity = _identity(policy, job)
     notes = start_progress(folder, {"identity": identity, "model": model})
     known, parts = read_finished(folder, notes, job.problems, config.num_samples)
@@ -527,11 +535,30 @@ def _run(policy: Policy, job: _Job, model: dict[str, Any]) -> dict[str, Any]:
     own, details = _own_measures(policy, job, result, folder)
     result = replace(result, metrics={**result.metrics, **own})
     summary = write_summary(
-        folder, result, label=_label(config), identity=identity, model=model, measures=own, details=details
+        folder,
+        result,
+        label=_label(config),
+        identity=identity,
+        model=model,
+        measures=own,
+        details=details,
+        read_anywhere=_read_anywhere(policy, job, result),
     )
     _report(folder, summary, result)
     (folder / PROGRESS).unlink()
     return summary
+
+
+def _read_anywhere(policy: Policy, job: _Job, result: EvalResult) -> dict[str, Interval]:
+    """Return what is right where answers count wherever they stand, beside a number that is strict; else {}."""
+    if job.config.answer_from != "schema" or policy.schema.answer_place in ("anywhere", "whole"):
+        return {}
+    sampled = right_anywhere(policy, job.task, result.problems, result.samples)
+    greedy = right_anywhere(policy, job.task, result.problems, [[done] for done in result.greedy])
+    return {
+        "pass@1": share_interval([sum(row) / len(row) for row in sampled]),
+        "greedy": share_interval([float(is_right) for (is_right,) in greedy]),
+    }
 
 
 def _own_measures(
@@ -593,7 +620,7 @@ def protocol_of(config: EvalConfig, date: str = "") -> dict[str, Any]:
         UserError: If the model's files, or the task's, are missing or malformed.
     """
     policy = load_policy(config.policy, seed=config.seed, weights=False, date=date, steers=True)
-    policy.expect(answer_type_of(load_task(config.task)))
+    policy.expect(*answers_of(load_task(config.task)))
     config = replace(config, split=chosen_split(config.split, config.task, config.policy))
     return json.loads(json.dumps(_essentials(policy, config)))
 

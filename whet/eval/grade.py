@@ -124,6 +124,30 @@ def grade(
     ]
 
 
+def right_anywhere(
+    policy: Policy, task: Task, problems: Sequence[Problem], rows: Sequence[Sequence[Judged]]
+) -> list[list[bool]]:
+    """Say which graded completions are right where answers count wherever they stand; only those without an answer in
+    its place are judged again."""
+    right = [[done.grade.is_correct for done in row] for row in rows]
+    missing = [
+        (place, index)
+        for place, row in enumerate(rows)
+        for index, done in enumerate(row)
+        if done.grade.answer is None
+    ]
+    items = [
+        # An end of turn stands for the tokens, which may be on disk by now: this completion was not cut off.
+        (problems[place], done.text, policy.stop_ids[:1] if done.finish_reason == "stop" else ())
+        for place, index in missing
+        for done in [rows[place][index]]
+    ]
+    grades = grade(policy, task, items, answer_from="anywhere") if items else []
+    for (place, index), graded in zip(missing, grades, strict=True):
+        right[place][index] = graded.is_correct
+    return right
+
+
 def _has_ended(policy: Policy, text: str, ids: Sequence[int]) -> bool:
     """Say whether a completion came to its end, in contrast to one that is cut off."""
     return (bool(ids) and ids[-1] in policy.stop_ids) or any(stop in text for stop in policy.stop_strings)

@@ -170,6 +170,7 @@ def describe(summary: Mapping[str, Any]) -> list[str]:
     }
     lines = [
         *tell_measures(summary),
+        *_tell_anywhere(summary),
         ", ".join(f"{name} {100 * mean:.1f} %" for name, mean in others.items()),
     ]
     if count > 1:
@@ -191,6 +192,18 @@ def describe(summary: Mapping[str, Any]) -> list[str]:
     )
     lines += _reference(summary)
     return [*lines, summary["remark"]] if summary["remark"] else lines
+
+
+def _tell_anywhere(summary: Mapping[str, Any]) -> list[str]:
+    """Return a line about what a strict number leaves out, if it leaves anything out."""
+    found = summary.get("read_anywhere") or {}
+    if all(row["mean"] == summary["metrics"][name]["mean"] for name, row in found.items()):
+        return []
+    shares = (
+        f"{name} {100 * row['mean']:.1f} % ({100 * row['low']:.1f} to {100 * row['high']:.1f})"
+        for name, row in found.items()
+    )
+    return [f"read anywhere in the completions: {', '.join(shares)} (--answer-from anywhere counts so)"]
 
 
 def _points(row: Mapping[str, float]) -> str:

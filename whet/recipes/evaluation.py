@@ -55,7 +55,7 @@ def gsm8k() -> EvalConfig:
     """Any model (--policy.init) on 200 GSM8K test problems x 16 samples at temperature 0.7."""
     return EvalConfig(
         out="runs/gsm8k-eval",
-        policy=PolicyConfig(init="Qwen/Qwen2.5-0.5B", system_prompt=False),
+        policy=PolicyConfig(init="Qwen/Qwen2.5-0.5B"),
         task=TaskConfig(name="gsm8k"),
         sampling=SamplingParams(temperature=0.7, top_k=50, max_new_tokens=400),
     )

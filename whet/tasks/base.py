@@ -425,6 +425,14 @@ def answer_type_of(task: Task) -> AnswerType:
     return getattr(task, "answer_type", "number")
 
 
+def answers_of(task: Task) -> tuple[AnswerType, bool]:
+    """Return a task's type of answer, and whether it compares answers with gold ones (any part of a mixture): what
+    `Policy.expect` takes."""
+    return answer_type_of(task), any(
+        getattr(part, "needs_gold", True) for part in tasks_inside(task).values()
+    )
+
+
 def tasks_inside(task: Task) -> dict[str | None, Task]:
     """Return the tasks that read data: the parts of a mixture by label, and the task inside a symbolic one."""
     if isinstance(task, Mixture):

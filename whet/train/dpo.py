@@ -38,7 +38,7 @@ from whet.ranks.collectives import all_reduce_sum, barrier, gather_json, joined,
 from whet.ranks.context import Sharing, deal, sharing, split
 from whet.ranks.fsdp import ParallelConfig, gathered
 from whet.storage.checkpoint import Resume
-from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task
+from whet.tasks.base import TaskConfig, answers_of, check_gold, load_task
 from whet.tasks.quarantine import write_quarantine
 from whet.tasks.read import BadRow
 from whet.telemetry.display import advancing, open_display
@@ -682,7 +682,7 @@ def load_start(config: DPOConfig, *, weights: bool = True) -> Policy:
 def pair_problems(config: DPOConfig, policy: Policy) -> tuple[Task, list[Problem]]:
     """Return the task whose completions become pairs, and those of its problems that fit the context."""
     task = load_task(config.task)
-    policy.expect(answer_type_of(task))
+    policy.expect(*answers_of(task))
     problems = take_problems(task, "train", config.num_problems)
     check_gold(task, problems, "pairs are made of right and wrong answers")
     return task, fitting_problems(policy, problems, min_new_tokens=config.sampling.max_new_tokens)

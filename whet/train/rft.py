@@ -16,7 +16,7 @@ from whet.model.lora.side import LoRAConfig
 from whet.ranks.collectives import all_reduce_sum, barrier, rank, shard
 from whet.ranks.fsdp import ParallelConfig, gathered
 from whet.storage.checkpoint import Resume
-from whet.tasks.base import TaskConfig, answer_type_of, check_gold, load_task, told_of
+from whet.tasks.base import TaskConfig, answers_of, check_gold, load_task, told_of
 from whet.telemetry.heartbeat import alive
 from whet.telemetry.trackers import TrackConfig
 from whet.train.data.harvest import (
@@ -158,7 +158,7 @@ def load_rft(config: RFTConfig, *, weights: bool = True) -> tuple[Policy, Task, 
     """
     task = load_task(config.task)
     policy = load_trained(config, weights=weights)
-    policy.expect(answer_type_of(task))
+    policy.expect(*answers_of(task))
     wanted = take_problems(task, "train", config.num_problems)
     check_gold(task, wanted, "rejection sampling keeps right answers")
     problems = fitting_problems(policy, wanted, min_new_tokens=config.sampling.max_new_tokens)

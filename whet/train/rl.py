@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from whet.algo.config import AlgoConfig
 from whet.config import dump_yaml
 from whet.eval.evaluate import fitting_problems, take_problems
+from whet.eval.grade import grade
 from whet.eval.measure import evaluate
 from whet.generate.backends.choose import open_sampler
 from whet.generate.policy import Policy
@@ -41,7 +43,7 @@ from whet.train.rl_config import RLConfig
 from whet.train.rollout.curriculum import select_problems
 from whet.train.rollout.grading import grading
 from whet.train.rollout.order import data_order
-from whet.train.rollout.rollout import age_metrics, longest_sequence, rollout_metrics, sample_note
+from whet.train.rollout.rollout import Rollout, age_metrics, longest_sequence, rollout_metrics, sample_note
 from whet.train.rollout.self_play import SelfPlayOrder
 from whet.train.rollout.source import Collected, DataOrder, RolloutSource
 from whet.train.run import Held, Run
@@ -62,6 +64,9 @@ SOLVED = 0.99
 STALE_GAP, STALE_FACTOR = 1e-3, 30
 """A sampler's copy has old weights in it if log-probabilities differ by more nats than this, and by this factor more
 than at the start. Measured with vLLM's CPU build: 5e-4, then 1e-3 with an old head, else 3e-7."""
+FEW_PLACED, MOST = 0.05, 0.5
+"""Shares of a first batch: answers where the schema wants them below which, and groups without a signal above which,
+it is warned of."""
 HOT = 1.5
 """Sampling temperatures above this are warned of: from 2 on, models write gibberish."""
 
@@ -95,7 +100,8 @@ def check(config: RLConfig, resume: Resume) -> None:
     _held_out(config, setup.policy, setup.task)
     if config.reward_model:
         model_folder(config.reward_model, weights=False)
-    end_check(config, [*told_of(setup.task, len(setup.problems)), *warnings], resume=resume)
+    told = [setup.policy.describe_prompts(), *told_of(setup.task, len(setup.problems)), *warnings]
+    end_check(config, told, resume=resume)
 
 
 def train(config: RLConfig, *, resume: Resume = False) -> Policy:
@@ -188,7 +194,7 @@ def _steps(config: RLConfig, resume: Resume) -> Generator[TrainStep, None, Polic
             tensors, state = training()
             return tensors, {**state, "source": source_state(), "dead_steps": trust.dead_steps}
 
-        notes = [f"sampler vs trainer: {probe}", *notes]
+        notes = [policy.describe_prompts(), f"sampler vs trainer: {probe}", *notes]
         with tracking, run.open(f"rl {task.name}", notes=notes, warnings=warnings), closing(source):
             order.look = source.look = run.session.look
             if config.safety.rehearses(policy.device):
@@ -218,6 +224,10 @@ def _steps(config: RLConfig, resume: Resume) -> Generator[TrainStep, None, Polic
                     run.log_step(metrics, [*groups, *rest_of(collected)])
                     for line in failures.news():
                         run.warn(line)
+                    if step == 0 and (
+                        told := weak_start(policy, task, collected.rollout, metrics, config.algo)
+                    ):
+                        run.warn(told)
                     if config.show_samples_every and run.step % config.show_samples_every == 0:
                         run.display.note(sample_note(collected.rollout.groups[0]))
                     trust.check(run.step, metrics)
@@ -244,6 +254,45 @@ def heat_warnings(temperature: float) -> list[str]:
         f"sampling.temperature = {temperature:g}: above {HOT} rollouts turn into gibberish, which teaches nothing; 1.0 "
         "to 1.2 is usual (for more variety raise group_size; sampling.min_p = 0.1 removes the unlikely tokens)"
     ]
+
+
+def weak_start(
+    policy: Policy, task: Task, rollout: Rollout, values: Mapping[str, float], algo: AlgoConfig
+) -> str:
+    """Return a warning about a first batch that teaches little, with the option that helps; '' for another.
+
+    The run's own first answers are what a test before it would have to sample.
+
+    Args:
+        policy: The policy that wrote it.
+        task: Judges answers.
+        rollout: This rank's share of the batch.
+        values: Its metrics.
+        algo: The objective.
+    """
+    graded = [one for row in rollout.grades for one in row]
+    num_placed, place = sum(one.answer is not None for one in graded), policy.schema.answer_place
+    if graded and place not in ("anywhere", "whole") and num_placed < FEW_PLACED * len(graded):
+        samples = [(group.problem, one) for group in rollout.groups for one in group.samples]
+        items = [(problem, one.text, one.completion_ids) for problem, one in samples]
+        right = sum(one.is_correct for one in grade(policy, task, items, answer_from="anywhere"))
+        remedy = (
+            "--policy.schema anywhere asks for no format, and counts those"
+            if right
+            else "fine-tune first (whet sft teaches the format), or start with easier problems"
+        )
+        return (
+            f"{num_placed} of {len(graded)} answers of the first batch are where the schema wants them "
+            f"({policy.where_read()}), and {right / len(graded):.0%} are right when read anywhere: {remedy}"
+        )
+    dull = values.get("rl/zero_variance_groups", 0.0)
+    can_refill = algo.uninformative == "drop"
+    if can_refill and dull > MOST and values["rl/correct"] < SOLVED:
+        return (
+            f"{dull:.0%} of the groups of the first batch have equal rewards, which teach nothing: "
+            "--algo.uninformative refill samples other problems for them"
+        )
+    return ""
 
 
 def _held_out(config: RLConfig, policy: Policy, task: Task) -> list[Problem]:

@@ -24,7 +24,7 @@ from whet.ranks.collectives import rank, world_size
 from whet.rewards.base import EPISODE, JUDGE, MODEL, REWARDS, Item, ManyScores, WeightedReward, build_rewards
 from whet.rewards.judge.judge import LOCAL, AskBatch, Judge, JudgeConfig
 from whet.schema import ResponseSchema
-from whet.tasks.base import answer_type_of, check_gold, load_task
+from whet.tasks.base import answers_of, check_gold, load_task
 from whet.tasks.mixture import PART
 from whet.tasks.tools import environment_for
 from whet.telemetry.heartbeat import Heartbeat, current
@@ -225,7 +225,7 @@ def check_fit(config: RLConfig, policy: Policy, task: Task) -> None:
     Raises:
         UserError: With what to leave out or change.
     """
-    policy.expect(answer_type_of(task))
+    policy.expect(*answers_of(task))
     other = (
         "cluster.rollout_workers"
         if config.cluster.rollout_workers

@@ -138,7 +138,7 @@ def load_sft(config: SFTConfig, *, weights: bool = True) -> tuple[Policy, Task, 
     problems = rows_of(config, task)
     plain = all(kind_of(problem) != "solution" for problem in problems)
     policy = load_trained(config, plain=plain, weights=weights)
-    policy.expect(answer_type_of(task))
+    policy.expect(answer_type_of(task), needs_gold=not plain)
     check_rules(config, task, problems)
     return policy, task, problems
 

@@ -355,8 +355,10 @@ def _ask(
     """Run every prompt through a model; `plain` as in `load_policy`."""
     asked = Asked(folder, name, policy.init)
     problems = [own_problem(prompt) for prompt in dict.fromkeys(prompts)]
+    loaded = load_policy(policy, seed=config.seed, steers=True, plain=plain)
+    print(f"whet: {name}: {loaded.describe_prompts()}", flush=True)
     asked.ask(
-        load_policy(policy, seed=config.seed, steers=True, plain=plain),
+        loaded,
         problems,
         num_samples=config.prompt_samples,
         sampling=config.sampling,

@@ -130,6 +130,7 @@ def main(config: ProbeConfig) -> None:
         with open_display(
             f"probe {name}", len(PROMPTS) * (config.num_samples + 1), (), unit="completion"
         ) as display:
+            display.note(policy.describe_prompts())
             probe = probe_model(
                 policy,
                 name,

@@ -21,7 +21,7 @@ from whet.model.files import read_json
 from whet.model.weights import stored_shape
 from whet.report.plots import COLOURS, MUTED, STYLE, matplotlib_for
 from whet.storage.folder import dated, open_run
-from whet.tasks.base import TaskConfig, answer_type_of, load_task
+from whet.tasks.base import TaskConfig, answers_of, load_task
 from whet.tasks.mixture import Mixture
 from whet.tasks.read import FEW_HELD_OUT
 from whet.telemetry.display import escape_controls, one_line
@@ -179,7 +179,7 @@ def _policy(config: DataReportConfig, task: Task) -> Policy | None:
     elif config.tokenizer != "bytes":
         chosen = replace(chosen, tokenizer=config.tokenizer)
     policy = load_policy(chosen, seed=0, weights=False)
-    policy.expect(answer_type_of(task))
+    policy.expect(*answers_of(task))
     return policy
 
 

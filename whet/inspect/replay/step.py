@@ -22,7 +22,7 @@ from whet.model.weights import load_model
 from whet.rewards.base import EPISODE, JUDGE, MODEL, WeightedReward, build_rewards, score_completions
 from whet.storage.checkpoint import Loaded
 from whet.storage.commit import UNREADABLE, verify_folder
-from whet.tasks.base import answer_type_of, load_task
+from whet.tasks.base import answers_of, load_task
 from whet.train import dpo, sft
 from whet.train.data.pairs import Pair
 from whet.train.dpo import DPOConfig
@@ -319,7 +319,7 @@ class _Replay:
         policy, objective = self.before.policy, self.before.objective
         assert objective is not None
         task = load_task(config.task)
-        policy.expect(answer_type_of(task))
+        policy.expect(*answers_of(task))
         parts = [Collected.from_json(batch["collected"]) for batch in self.recorded.batches]
         collected = _merged(parts)
         pairs = [(group.problem, sample) for group in collected.rollout.groups for sample in group.samples]
@@ -508,7 +508,7 @@ def _demonstrations(
     if not isinstance(config, SFTConfig):
         return skipped("prompts", "sampled tokens, as recorded")
     task = load_task(config.task)
-    policy.expect(answer_type_of(task))
+    policy.expect(*answers_of(task))
     problems = [(row["epoch"], Problem(**row["problem"])) for row in rows]
     here = sft.encode(config, policy, task, problems)
     return compare_ids("prompts and texts", list(zip(recorded, here, strict=True)))
