@@ -122,7 +122,7 @@ def sized(config: Trained, typed: Collection[str]) -> Trained:
         rate = next((rate for most, rate in WHOLE_LRS if count < most), config.optim.lr)
         if rate > config.optim.lr:
             told = f"optim.lr = {rate:g}, which suits all weights of a model of {count / 1e6:,.0f} million"
-            print(f"whet: {told}", file=sys.stderr, flush=True)
+            print(f"# {told}", flush=True)  # stderr is for an error's one line; a dry run's output is YAML
             config = replace(config, optim=replace(config.optim, lr=rate))
     room = int(SHARE * _whole(work.device))
     found = fit(work, room)
