@@ -129,9 +129,10 @@ def test_its_export_answers_the_same_in_llama_cpp(tmp_path: Path) -> None:
     assert report["top1_agreement"] > 0.97
 
 
-def test_its_first_evaluation_reads_its_answers(tmp_path: Path) -> None:
-    """Never 0 % by construction: most right answers are found, and the page says by which rule."""
-    found = whet.evaluate(
-        "smollm2", ROWS, num_samples=1, num_problems=12, split="all", max_new_tokens=48, temperature=0.7
-    )
-    assert found.metrics["greedy"].mean > 0.3
+def test_its_first_evaluation_reads_its_answers() -> None:
+    """Never 0 % by construction: it is asked as its template asks, and its answers are read where they stand."""
+    sums = [{"question": f"What is {a} + {a + 1}?", "answer": str(2 * a + 1)} for a in range(1, 13)]
+    found = whet.evaluate("smollm2", sums, num_samples=1, num_problems=12, split="all", max_new_tokens=24)
+    read = [sample for sample in found.samples if sample["answer"] is not None]
+    assert len(read) > 0.6 * len(found.samples)
+    assert sum(sample["correct"] for sample in read) > 1
