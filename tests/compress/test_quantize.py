@@ -22,7 +22,7 @@ from whet.compress.quantize.measure import (
     shared_inputs,
 )
 from whet.compress.quantize.select import Option, knapsack, parse_budget, promoted, total
-from whet.compress.quantize.study import Study
+from whet.compress.quantize.study import Study, count_steps, expected_seconds
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.generate.scoring import hidden_rows
@@ -285,6 +285,39 @@ def test_codes_found_in_the_quantised_model_leave_less_of_an_error() -> None:
     assert not packed_parts(model)
 
 
+def test_the_time_told_before_counts_the_passes_of_the_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that ticks once a pass over a micro-batch, half of it where a pass is left early."""
+    model, ticks, told = make_model(), [0.0], []
+
+    def run(*arguments: object, **options: object) -> torch.Tensor:
+        try:
+            found = hidden_rows(*arguments, **options)  # pyright: ignore[reportArgumentType]
+        except BaseException:
+            ticks[0] += 0.5
+            raise
+        ticks[0] += 1
+        return found
+
+    monkeypatch.setattr("whet.compress.quantize.measure.hidden_rows", run)
+    monkeypatch.setattr("whet.compress.quantize.study.time.monotonic", lambda: ticks[0])
+    calibration, held_out = make_micros(0, 12), make_micros(1, 6)
+    expected = expected_seconds(model, calibration, held_out, ("rtn", "gptq"), 2)
+    ticks[0], steps = 0.0, []
+    study = Study(
+        model,
+        calibration,
+        held_out,
+        methods=("rtn", "gptq"),
+        advance=steps.append,
+        tell=lambda phase, detail: told.append(f"{phase}: {detail()}"),
+    )
+    assert sum(steps) == count_steps(model, 2)
+    for budget in (study.floor, (study.floor + study.ceiling) // 2):
+        study.measure("", study.selected(budget))
+    assert told == ["codes found once more: 0 of 8 groups of matrices"] * 2
+    assert expected == pytest.approx(ticks[0], rel=0.15)
+
+
 def test_errors_are_those_of_the_definition() -> None:
     model, micros = make_model(), make_micros(0)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -402,6 +435,11 @@ def test_selected_layers_beat_all_nf4_at_equal_bytes(
         sampling=SamplingParams(max_new_tokens=24),
         methods=("rtn", "gptq"),
     )
+    quantize.check(config, False)
+    printed = capsys.readouterr().out
+    assert "measure for at most about 0:" in printed
+    assert printed.endswith("and besides the model's own completions and pass@1\n")
+    assert not out.exists()
     quantize.main(config)
     content = json.loads((out / "quantize.json").read_text())
     rows = {row["name"]: row for row in content["table"]}

@@ -17,7 +17,7 @@ from whet.cli import Program
 from whet.compress.quantize import page
 from whet.compress.quantize.methods import Method
 from whet.compress.quantize.select import check_floor, parse_budget, total
-from whet.compress.quantize.study import STEPS, Study, count_steps
+from whet.compress.quantize.study import STEPS, Study, count_steps, expected_seconds
 from whet.config import dump_yaml
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.eval.measure import evaluate
@@ -30,7 +30,7 @@ from whet.model.quant import QUANTIZATION, packed_parts, packed_size, places
 from whet.model.transformer import LanguageModel
 from whet.storage.folder import beside, check_folder, next_line, open_run
 from whet.tasks.base import TaskConfig, load_task
-from whet.telemetry.display import advancing, open_display
+from whet.telemetry.display import advancing, clock, open_display
 from whet.telemetry.provenance import write_environment
 from whet.train.data.demonstrations import demonstrate, kind_of, sequences_of
 from whet.types import MicroBatch, Problem, Task, UserError
@@ -115,35 +115,20 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
     Raises:
         UserError: If the model is quantised already, the task does not fit it, or the budget is too small.
     """
-    # Plain: a model without a protocol stays one.
-    stored = load_policy(config.policy, seed=config.seed, merge=True, plain=True)
-    policy = stored.for_tasks()
-    model, task = policy.model, load_task(config.task)
-    if packed_parts(model):
-        raise UserError(f"{config.policy.init}: quantised already; quantise the model that it was made of")
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    numbers = sum(place.shape.numel() for place in places(model).values())
-    fixed = _fixed_bytes(config, policy)
-    budget = parse_budget(config.budget, numbers, fixed + 2 * numbers, fixed)
-    check_floor(budget, _floor(model))  # before anything is measured
-    if budget >= 2 * numbers:
-        raise UserError(
-            f"budget = {config.budget!r}: the matrices take {2 * numbers:,} bytes in 16 bits, which is within it: "
-            "nothing to quantise; give a smaller budget, as in --budget 4.5bits"
-        )
-    rows = {
-        "calibration": _rows(policy, task, "train", config.num_calibration, config.completions),
-        "held_out": _rows(policy, task, "test", config.num_held_out, config.completions),
-    }
-    graded = [problem for problem in take_problems(task, "test", config.num_problems) if problem.answer]
-    has_answers = bool(config.num_problems) and all(kind_of(p) == "solution" for p in rows["held_out"])
-    graded = fitting_problems(policy, graded, min_new_tokens=1) if has_answers else []
+    parts = _prepare(config)
+    stored, policy, task, rows = parts.stored, parts.policy, parts.task, parts.rows
+    model, graded, budget, numbers, fixed = (
+        policy.model,
+        parts.graded,
+        parts.budget,
+        parts.numbers,
+        parts.fixed,
+    )
     folder = Path(config.out)
     check_folder(folder, resumable=False)
     began = time.monotonic()
 
-    steps = count_steps(model) + 6 + len(config.random_seeds) + 4 * len(STEPS) + 3 * bool(graded)
+    steps = count_steps(model, len(config.methods)) + _num_points(config) + 3 * bool(graded)
     with open_display(f"quantize {config.policy.init}", steps, (), unit="measurement") as display:
         advance = advancing(display)
         display.begin("calibration text")
@@ -156,6 +141,7 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
             methods=config.methods,
             name=config.policy.init,
             advance=advance,
+            tell=display.begin,
         )
         choice = study.selected(budget)
         display.begin("choices")
@@ -206,6 +192,115 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
     page.draw(folder, content)
     page.write_page(folder, content)
     return content
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prepared:
+    """What is there before anything is measured.
+
+    Attributes:
+        stored: The model with its own protocol.
+        policy: The same with the task's.
+        task: The task.
+        rows: Rows that are read, by what for.
+        graded: Problems of pass@1; none where the task has no answers.
+        numbers: Weights that can be quantised.
+        fixed: Bytes of all others.
+        budget: Bytes that the first may take.
+    """
+
+    stored: Policy
+    policy: Policy
+    task: Task
+    rows: dict[str, list[Problem]]
+    graded: list[Problem]
+    numbers: int
+    fixed: int
+    budget: int
+
+
+def _prepare(config: QuantizeConfig) -> _Prepared:
+    """Load the model and the rows, and refuse what does not fit them.
+
+    Raises:
+        UserError: If the model is quantised already, the task does not fit it, or the budget is too small.
+    """
+    # Plain: a model without a protocol stays one.
+    stored = load_policy(config.policy, seed=config.seed, merge=True, plain=True)
+    policy = stored.for_tasks()
+    model, task = policy.model, load_task(config.task)
+    if packed_parts(model):
+        raise UserError(f"{config.policy.init}: quantised already; quantise the model that it was made of")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    numbers = sum(place.shape.numel() for place in places(model).values())
+    fixed = _fixed_bytes(config, policy)
+    budget = parse_budget(config.budget, numbers, fixed + 2 * numbers, fixed)
+    check_floor(budget, _floor(model))  # before anything is measured
+    if budget >= 2 * numbers:
+        raise UserError(
+            f"budget = {config.budget!r}: the matrices take {2 * numbers:,} bytes in 16 bits, which is within it: "
+            "nothing to quantise; give a smaller budget, as in --budget 4.5bits"
+        )
+    rows = {
+        "calibration": _rows(policy, task, "train", config.num_calibration, config.completions),
+        "held_out": _rows(policy, task, "test", config.num_held_out, config.completions),
+    }
+    graded = [problem for problem in take_problems(task, "test", config.num_problems) if problem.answer]
+    has_answers = bool(config.num_problems) and all(kind_of(p) == "solution" for p in rows["held_out"])
+    return _Prepared(
+        stored=stored,
+        policy=policy,
+        task=task,
+        rows=rows,
+        graded=fitting_problems(policy, graded, min_new_tokens=1) if has_answers else [],
+        numbers=numbers,
+        fixed=fixed,
+        budget=budget,
+    )
+
+
+def _num_points(config: QuantizeConfig) -> int:
+    """Return how many choices are compared on held-out text: those of the table, and four on each step of the front."""
+    return 6 + len(config.random_seeds) + 4 * len(STEPS)
+
+
+def check(config: QuantizeConfig, resume: bool) -> None:
+    """Find what would stop the work before it begins, and time a small part of it; creates nothing.
+
+    Raises:
+        UserError: As the work would.
+    """
+    check_folder(Path(config.out), resumable=False)
+    parts = _prepare(config)
+    parts.policy.model.eval()
+    writes = config.completions == "own" and kind_of(parts.rows["held_out"][0]) == "solution"
+    micros = [
+        _longest(parts.policy, rows, config) if writes else _micros(parts.policy, rows, config)
+        for rows in parts.rows.values()
+    ]
+    seconds = expected_seconds(parts.policy.model, micros[0], micros[1], config.methods, _num_points(config))
+    left_out = [
+        what
+        for what, is_there in (("the model's own completions", writes), ("pass@1", parts.graded))
+        if is_there
+    ]
+    beside = f", and besides {' and '.join(left_out)}" if left_out else ""
+    most = "at most about" if writes else "about"
+    print(
+        f"checked: model, task, budget and folder; it would start, and measure for {most} {clock(seconds)} (one layer "
+        f"and one pass, extrapolated){beside}"
+    )
+
+
+def _longest(policy: Policy, problems: Sequence[Problem], config: QuantizeConfig) -> list[MicroBatch]:
+    """Return what the model would read if each of its completions were as long as it may be."""
+    sequences = []
+    for problem in problems:
+        prompt = policy.prompt_ids(problem)
+        room = min(config.sampling.max_new_tokens, policy.model.config.max_positions - len(prompt))
+        sequences.append(TrainingSequence(prompt_ids=prompt, completion_ids=prompt[-1:] * room))
+    return list(pack(sequences, token_budget=TOKEN_BUDGET, device=policy.device).micro_batches)
 
 
 def _rows(policy: Policy, task: Task, split: str, count: int, completions: Completions) -> list[Problem]:
@@ -300,4 +395,4 @@ def _way(option: Mapping[str, Any]) -> str:
     return " ".join(filter(None, (option["kind"], option["method"])))
 
 
-PROGRAM = Program(config_class=QuantizeConfig, main=main, positional="policy.init")
+PROGRAM = Program(config_class=QuantizeConfig, main=main, check=check, positional="policy.init")

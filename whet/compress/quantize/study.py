@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class Study:
         methods: Ways to find NF4 codes that are tried; rtn is among them.
         name: Name of the model, by which published super weights are known.
         advance: Called with 1 for each measurement.
+        tell: Called with the name of each phase, and with what says how far it is.
 
     Attributes:
         errors: Errors of each matrix by kind, then by name, rounded to the nearest codes.
@@ -72,9 +74,10 @@ class Study:
         methods: Sequence[Method] = ("rtn", "gptq", "awq"),
         name: str = "",
         advance: Callable[[int], None] = lambda count: None,
+        tell: Callable[[str, Callable[[], str]], None] = lambda phase, detail: None,
     ) -> None:
         self.model, self._places = model, places(model)
-        self._advance = advance
+        self._advance, self._tell = advance, tell
         self._dense = {n: place.weight for n, place in self._places.items()}
         self.numbers = {n: place.shape.numel() for n, place in self._places.items()}
         self.super_weights = find_super_weights(model, calibration, name=name)
@@ -109,8 +112,8 @@ class Study:
                 with self.applied({n: option}):
                     cost = meter.compare().kl
                 rows.append(Option(kind, method, option.num_bytes, cost))
+                advance(1)
             self.options[n] = rows
-            advance(1)
         self._own_meter, self._meter = meter, Meter(model, held_out)
         self._calibration, self._refined = calibration, dict[tuple[Option, ...], Choice]()
 
@@ -168,7 +171,9 @@ class Study:
             if own.method == "gptq" and not (self._places[n].is_experts or self._places[n].transposed)
         }
         before: dict[str, Option] = {}  # in the order in which the model runs through them
-        for names in shared_inputs(self.model, self._calibration[0]):
+        groups, done = shared_inputs(self.model, self._calibration[0]), 0
+        self._tell("codes found once more", lambda: f"{done} of {len(groups)} groups of matrices")
+        for names in groups:
             group = [n for n in names if n in wanted]
             if group and before:
                 pairs = gather_pairs(
@@ -182,6 +187,7 @@ class Study:
                     self._packs[n, "nf4", method] = [packed]
                     found[n] = Option("nf4", method, packed.nbytes, choice[n].cost)
             before |= {n: found[n] for n in names}
+            done += 1
         kls = []
         for own in (choice, found):
             with self.applied(own):
@@ -293,6 +299,57 @@ class Study:
         return {name: torch.tensor(sorted(rows)) for name, rows in spots.items()}
 
 
-def count_steps(model: LanguageModel) -> int:
-    """Return how many measurements a study of a model is made of."""
-    return 1 + len(KINDS) + len(places(model))
+def count_steps(model: LanguageModel, num_methods: int) -> int:
+    """Return how many measurements a study of a model is made of, with so many ways to find NF4 codes."""
+    return 1 + len(KINDS) + len(places(model)) * (1 + num_methods)
+
+
+@torch.no_grad()
+def expected_seconds(
+    model: LanguageModel,
+    calibration: Sequence[MicroBatch],
+    held_out: Sequence[MicroBatch],
+    methods: Sequence[Method],
+    num_points: int,
+) -> float:
+    """Return how long a study, its choice at two budgets, and points on held-out text will take.
+
+    One micro-batch is compared and the matrices of one layer are rounded; the rest is extrapolated.
+
+    Args:
+        model: The full model; it is as before in the end.
+        calibration: Packed sequences that everything will be measured and chosen on.
+        held_out: Packed sequences that choices will be compared on.
+        methods: Ways to find NF4 codes.
+        num_points: Choices that will be compared on held-out text.
+    """
+    part = calibration[:1]
+    meter, inputs = Meter(model, part), gather_inputs(model, part)
+    began = time.monotonic()
+    hidden = meter.hidden()
+    run = time.monotonic() - began
+    meter.compare(hidden)
+    compare = time.monotonic() - began - run
+    own_places = places(model)
+    names = list(own_places)
+    # A layer's matrices follow each other.
+    chosen = names[len(names) // 2 : len(names) // 2 + max(1, len(names) // len(model.layers))]
+    rounding = 0.0
+    for n in chosen:
+        for method in methods:
+            began = time.monotonic()
+            for matrix, own in zip(own_places[n].matrices(), inputs[n], strict=True):
+                pack(matrix, "nf4", method, own, transposed=own_places[n].transposed)
+            # GPTQ's are found twice more, in the model that is quantised at either budget.
+            rounding += (time.monotonic() - began) * (3 if method == "gptq" else 1)
+    numbers = {n: place.shape.numel() for n, place in own_places.items()}
+    rounding *= sum(numbers.values()) / sum(numbers[n] for n in chosen)
+    num_compares = len(names) * (1 + len(methods)) + 4
+    # Inputs, errors of both kinds, super weights; and codes found once more: for each group but the first
+    # both models, half of each, at both budgets.
+    num_groups = len(shared_inputs(model, calibration[0])) - 1
+    num_runs = 6 + 2 * num_groups * ("gptq" in methods)
+    tokens = len(part[0].tokens_N)
+    shares = [sum(len(micro.tokens_N) for micro in micros) / tokens for micros in (calibration, held_out)]
+    on_calibration = num_compares * (run + compare) + num_runs * run
+    return rounding + shares[0] * on_calibration + shares[1] * (num_points + 1) * (run + compare)
