@@ -222,6 +222,19 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (tmp_path / "b" / "disputed.csv").exists()
 
 
+@pytest.mark.parametrize("samples", ["", "none.jsonl"])
+def test_an_audit_is_kept_where_the_second_verifier_does_not_start(
+    samples: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise UserError("importing it took more than 120 s")
+
+    monkeypatch.setattr(audit_module, "dispute", fails)
+    main(AuditConfig(out=str(tmp_path / "a"), num_problems=2, samples=samples))
+    assert "no second verifier, so no answers are disputed: importing it took" in capsys.readouterr().out
+    assert json.loads((tmp_path / "a" / "audit.json").read_text())["num_disputed"] == 0
+
+
 def slow_reward(seconds: float, calls: list[int]) -> WeightedReward:
     """A reward that takes a time for each batch, as a pool of many workers does."""
 

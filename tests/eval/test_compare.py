@@ -475,6 +475,7 @@ def test_ten_mistakes_each_get_one_line(tmp_path: Path, monkeypatch: pytest.Monk
 def test_hub_names_and_run_ids_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert locate("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert locate("smollm2") == "smollm2"
     made = tmp_path / "runs" / "rl-one"
     (made / "checkpoints").mkdir(parents=True)
     (made / "provenance.json").write_text('{"run_id": "rl-one-20260101-000000-abcdef"}')

@@ -501,8 +501,14 @@ def main(config: AuditConfig) -> None:
         audit = audit_task(task, rewards, schema, problems, on_done=advancing(display))
     second = "math-verify" if has_math_verify() else "plain text and numbers"
     with open_display(f"second verifier · {second}", max(1, len(problems)), (), unit="problem") as display:
-        audit.disputed += dispute(task, problems, on_done=advancing(display))
-    if config.samples:
+        try:
+            audit.disputed += dispute(task, problems, on_done=advancing(display))
+        except (
+            UserError
+        ) as error:  # its package does not import: what was found until then is worth its minutes
+            second = ""
+            display.note(f"no second verifier, so no answers are disputed: {error}", warning=True)
+    if config.samples and second:
         everything = task.problems(config.split)
         audit.disputed += dispute_samples(task, everything, Path(config.samples))
     open_run(folder, dump_yaml(config), resumable=False)

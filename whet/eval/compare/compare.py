@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from whet.config import align, dump_yaml, from_dict, load_yaml, read_yaml, user_path
+from whet.config import SHORT_MODELS, align, dump_yaml, from_dict, load_yaml, read_yaml, user_path
 from whet.eval import evaluate
 from whet.eval.compare.asked import Asked, own_problem, read_prompts
 from whet.eval.compare.page import (
@@ -516,7 +516,7 @@ def locate(word: str) -> str:
         raise UserError(
             f"{word}: is a file; expected the folder of an evaluation or of a model, or a GGUF file"
         )
-    if path.exists():
+    if path.exists() or word in SHORT_MODELS:
         return word
     if (found := resolve_run(word)) != word:
         return found
