@@ -317,10 +317,11 @@ class _Auditor:
             return
         new = list({(problem.uid, text): (problem, text) for problem, text in items}.items())
         new = [(key, item) for key, item in new if key not in self.scores]
-        for start in range(0, len(new), AT_ONCE):
+        size = AT_ONCE if self.ends_at < math.inf else len(new)  # a slow call holds up no others
+        for start in range(0, len(new), size or 1):
             if start and time.monotonic() > self.ends_at:
                 return
-            left = dict(new[start : start + AT_ONCE])
+            left = dict(new[start : start + size])
             for _ in range(2):
                 began = time.perf_counter()
                 scored = score_completions(self.pooled, list(left.values()))
