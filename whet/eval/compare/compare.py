@@ -308,7 +308,8 @@ def main(config: CompareConfig, *, resume: bool = False) -> None:
     if jobs and config.eval is None:
         job = next(iter(jobs.values()))
         why = "as the other evaluation" if any(map(_is_evaluation, places)) else "as trained"
-        told = f"{job.task.name}/{job.split}, {why}: {job.num_problems} problems x {job.num_samples} samples"
+        count = len(evaluate.take_problems(load_task(job.task), job.split, job.num_problems))
+        told = f"{job.task.name}/{job.split}, {why}: {count:,} problems x {job.num_samples} samples"
         print(f"evaluated on {told}; --eval RECIPE for something else", flush=True)
     if jobs and "test" in (job.split for job in jobs.values()):
         job = next(iter(jobs.values()))
