@@ -101,7 +101,11 @@ def small(line: str) -> str:
     kind = line.split()[1]
     if "--resume" in line:
         return line
-    return f"{line} {SMALL['compare --prompts' if kind == 'compare' and '--prompts' in line else kind]}"
+    more = SMALL["compare --prompts" if kind == "compare" and "--prompts" in line else kind]
+    limit = "--eval.sampling.max-new-tokens"
+    if limit in line:  # the run's own, which is small
+        more = re.sub(rf"{limit} \d+ ?", "", more)
+    return f"{line} {more}"
 
 
 @pytest.mark.ci

@@ -57,7 +57,7 @@ def test_a_sound_task_passes_with_every_schema(name: str) -> None:
     worked = [replace(problem, solution=f"<think>well</think>{problem.answer}") for problem in PROBLEMS]
     for problems in (PROBLEMS, worked):
         found = audit_task(TASK, build_rewards(WEIGHTS, schema, TASK), schema, problems)
-        assert [check.failures for check in found.checks] == [[]] * 8
+        assert [check.failures for check in found.checks] == [[]] * len(found.checks)
         preflight(TASK, build_rewards(WEIGHTS, schema, TASK), schema, problems)
 
 

@@ -184,7 +184,8 @@ def stated_answer(text: str, schema: ResponseSchema) -> str:
     answer = schema.parse(text).answer
     if answer is not None:
         return answer
-    return text.rpartition(schema.think_close)[2].strip().partition("\n")[0].strip()
+    said = text.rpartition(schema.think_close)[2] if schema.think_close else text
+    return said.strip().partition("\n")[0].strip()
 
 
 def is_right(prompt: ProbePrompt, answer: str) -> bool | None:
