@@ -71,7 +71,7 @@ def test_what_was_saved_survives_a_power_cut(tmp_path: Path) -> None:
     assert {trial["disk"] for trial in trials} == {"worst", "names", "mixed"}
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_trouble_from_outside_is_one_line(tmp_path: Path) -> None:
     status, trials, output = run_battery(*TROUBLE, tmp_path=tmp_path)
     assert status == 0, output

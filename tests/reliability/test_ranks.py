@@ -25,8 +25,13 @@ def run_battery(tmp_path: Path, *options: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize("fault", ["kill a rank", "unequal work"])
-@pytest.mark.ci
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param("kill a rank", marks=pytest.mark.ci),
+        pytest.param("unequal work", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_and_a_failing_rank(fault: str, tmp_path: Path) -> None:
     trials = run_battery(tmp_path, "--only", "sft", "--faults", fault, "--trials", "1", "--seed", "3")
     assert [trial["fault"] for trial in trials] == [fault]

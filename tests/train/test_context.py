@@ -291,7 +291,7 @@ def work(folder: str, jobs: list[tuple[str, str]]) -> None:
         equal.run(program, layout, Path(folder) / "base", Path(folder) / layout / program)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_ranks_that_share_micro_batches_train_as_one_process(tmp_path: Path) -> None:
     equal = bench()
     base = equal.make_bases(tmp_path)

@@ -305,6 +305,7 @@ def sampled(out: str, gather: str) -> list[tuple[int, ...]]:
     return [tuple(ids) for ids in found]
 
 
+@pytest.mark.slow
 def test_the_ratio_is_exactly_one_however_weights_are_gathered(tmp_path: Path) -> None:
     """`Trust` stops a run whose sampler and trainer differ in a single bit."""
     whole = run_ranks(2, sampled, str(tmp_path / "whole"), "whole")
@@ -388,6 +389,7 @@ def peak_of_loading(folder: Path, ranks: int, shape: dict[str, int], file_bytes:
     return found["weights"], found["peak"]
 
 
+@pytest.mark.slow
 def test_no_rank_ever_holds_the_whole_model(tmp_path: Path) -> None:
     """Its rows in float32, what it reads of the file, and little more; the whole takes one process all of it."""
     shape = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 4096, "num_layers": 6}
