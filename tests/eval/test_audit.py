@@ -15,6 +15,7 @@ import pytest
 from whet.eval.audit import audit as audit_module
 from whet.eval.audit.audit import AuditConfig, audit_task, main, preflight
 from whet.eval.audit.dispute import dispute, dispute_samples, plain_equal
+from whet.eval.grade import judge_answers
 from whet.rewards.base import WeightedReward, build_rewards
 from whet.schema import SCHEMAS, ResponseSchema
 from whet.tasks.base import TaskConfig
@@ -57,7 +58,7 @@ def test_a_sound_task_passes_with_every_schema(name: str) -> None:
     worked = [replace(problem, solution=f"<think>well</think>{problem.answer}") for problem in PROBLEMS]
     for problems in (PROBLEMS, worked):
         found = audit_task(TASK, build_rewards(WEIGHTS, schema, TASK), schema, problems)
-        assert [check.failures for check in found.checks] == [[]] * len(found.checks)
+        assert [check.failures for check in found.checks] == [[]] * 8
         preflight(TASK, build_rewards(WEIGHTS, schema, TASK), schema, problems)
 
 
@@ -306,3 +307,24 @@ def test_why_an_empty_completion_has_no_score_is_said() -> None:
         UserError, match="reward 'mine' gives an empty completion of problem .* no score: 503: try"
     ):
         preflight(TASK, [replace(sound, many=many)], SCHEMA, PROBLEMS)
+
+
+@pytest.mark.parametrize("form", ["What is {} + {}?", "{} + {} =", "{}+{}=", "Compute {} * {}."])
+def test_repeating_the_question_is_not_paid_where_answers_are_read_anywhere(form: str) -> None:
+    schema = replace(SCHEMAS["anywhere"], answer_type="text")
+    pairs = [(a, b) for a in range(2, 6) for b in range(2, 6)]  # no number of the question is the answer
+    problems = [
+        Problem(
+            uid=f"{a}-{b}", task="sums", prompt=form.format(a, b), answer=str(a * b if "*" in form else a + b)
+        )
+        for a, b in pairs
+    ]
+    rewards = build_rewards({"correct": 1.0}, schema, TASK)
+    assert not any(check.is_refuted for check in audit_task(TASK, rewards, schema, problems).checks)
+    (correct,) = rewards
+    assert correct.function is not None
+    for problem in problems:
+        for echo in (problem.prompt, problem.prompt.removeprefix("What is ").rstrip("?")):
+            assert correct.function(problem, echo) == 0.0
+            assert judge_answers(TASK, [(problem, echo)]) == [False]
+        assert correct.function(problem, f"{problem.prompt} {problem.answer}") == 1.0

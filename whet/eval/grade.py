@@ -8,7 +8,13 @@ from typing import Literal
 
 from whet.eval.confidence import Confidence
 from whet.generate.policy import Policy
-from whet.rewards.answers.extract import DEFAULT_STEPS, STEPS_OF, extract_answer_with_step
+from whet.rewards.answers.extract import (
+    DEFAULT_STEPS,
+    STEPS_OF,
+    extract_answer_with_step,
+    repeats_formula,
+)
+from whet.rewards.presets import is_right
 from whet.schema import FormatVerdict
 from whet.tasks.base import answer_type_of, tasks_inside
 from whet.tasks.mixture import PART
@@ -170,9 +176,18 @@ def _anywhere(task: Task, problem: Problem, rest: str, text: str) -> tuple[str |
 
 def judge_answers(task: Task, items: Sequence[tuple[Problem, str | None]]) -> list[bool | None]:
     """Judge answers by the task, in a batch if it has `judge_many` (programs run in parallel)."""
-    if isinstance(task, ManyJudge):
-        return task.judge_many(items)
-    return [task.is_correct(problem, answer) for problem, answer in items]
+    if not isinstance(task, ManyJudge):
+        return [is_right(task, problem, answer) for problem, answer in items]
+    asked = [
+        (
+            problem,
+            None
+            if answer is not None and repeats_formula(answer, problem.prompt, problem.answers)
+            else answer,
+        )
+        for problem, answer in items
+    ]
+    return task.judge_many(asked)
 
 
 def _count_thinking(policy: Policy, thinking: str, completion_ids: Sequence[int]) -> int:

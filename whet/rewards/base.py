@@ -9,7 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from whet.rewards.presets import CHESS, PRESETS, Preset, program_keywords, program_loads, program_tests
+from whet.rewards.presets import (
+    CHESS,
+    PRESETS,
+    Preset,
+    is_right,
+    program_keywords,
+    program_loads,
+    program_tests,
+)
 from whet.sandbox.graders.graders import GraderPool, Outcome
 from whet.schema import ResponseSchema
 from whet.types import LARGEST_REWARD, Problem, Reward, Task, UnreadError, UserError
@@ -72,7 +80,7 @@ def correctness(schema: ResponseSchema, task: Task) -> Reward:
     """Return 1 for the right answer in the schema's answer block, else 0; None if it could not be judged."""
 
     def score(problem: Problem, completion: str) -> float | None:
-        is_correct = task.is_correct(problem, schema.parse(completion).answer)
+        is_correct = is_right(task, problem, schema.parse(completion).answer)
         return None if is_correct is None else float(is_correct)
 
     return score

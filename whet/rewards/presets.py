@@ -14,6 +14,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Protocol, runtime_checkable
 
+from whet.rewards.answers.extract import repeats_formula
 from whet.rewards.answers.numbers import Number, parse_literal, parse_number
 from whet.rewards.answers.scripts import fold
 from whet.rewards.steps.audit import audit_steps
@@ -30,6 +31,13 @@ class ProgramTask(Protocol):
     def code_scores(self, problem: Problem, answer: str | None) -> dict[str, float] | None:
         """Return scores from 0 to 1 by name; None if the sandbox failed."""
         ...
+
+
+def is_right(task: Task, problem: Problem, answer: str | None) -> bool | None:
+    """Judge an answer by its task; a formula that only repeats the question is none. None if it cannot be judged."""
+    if answer is not None and repeats_formula(answer, problem.prompt, problem.answers):
+        return False
+    return task.is_correct(problem, answer)
 
 
 def _part(name: str, schema: ResponseSchema, task: Task) -> Reward:
@@ -349,7 +357,7 @@ def distance(schema: ResponseSchema, task: Task) -> Reward:
 
     def score(problem: Problem, completion: str) -> float | None:
         answer = schema.parse(completion).answer
-        is_correct = task.is_correct(problem, answer)
+        is_correct = is_right(task, problem, answer)
         if is_correct is None or is_correct:
             return None if is_correct is None else 1.0
         guess = parse_number(fold(answer or ""))
@@ -409,7 +417,7 @@ def cosine_length(schema: ResponseSchema, task: Task) -> Reward:
     """Return `cosine_score` of the completion's characters, with a limit of 8,192."""
 
     def score(problem: Problem, completion: str) -> float | None:
-        is_correct = task.is_correct(problem, schema.parse(completion).answer)
+        is_correct = is_right(task, problem, schema.parse(completion).answer)
         if is_correct is None:
             return None
         return cosine_score(len(completion), is_correct=is_correct, limit=COSINE_LIMIT)

@@ -116,7 +116,6 @@ class Check:
 
 
 IDLE = "an empty completion pays no more than a wrong answer"
-ECHO = "repeating the question pays less than answering it"
 
 
 @dataclass(slots=True)
@@ -175,12 +174,10 @@ class _Auditor:
         self.empty = Check("an empty completion pays less than a right one")
         # A small reward for short completions pays an empty one more than a wrong one: that may be what is wanted.
         self.idle = Check(IDLE, is_required=False)
-        # Where answers are read anywhere, "What is 1 + 1?" has one: a formula that is equal to the right number.
-        self.echo = Check(ECHO, is_required=False)
         self.limit_s = float(getattr(task, "seconds_per_answer", SECONDS_PER_CALL))
         self.quick = Check(f"no judgement of an answer takes longer than {self.limit_s:g} s")
         checks = [self.gold, self.paying, self.spelled, self.mutated, self.hostile, self.empty]
-        checks += [self.idle, self.quick, *([self.echo] if schema.answer_place == "anywhere" else [])]
+        checks += [self.idle, self.quick]
         self.audit = Audit(checks, maximum=best_total(self.rewards) if self.is_whole else None)
 
     def try_problems(self, problems: Sequence[Problem], *, num_measured: int) -> None:
@@ -237,9 +234,9 @@ class _Auditor:
             )
         for check, name, text in [
             (self.mutated, "near miss", wrong),
-            *((self.echo if self._is_echo(name) else self.hostile, name, text) for name, text in hostile),
+            *((self.hostile, name, text) for name, text in hostile),
         ]:
-            if check is not self.mutated and not self._has_time(problem, self._render(text)):
+            if check is self.hostile and not self._has_time(problem, self._render(text)):
                 continue
             verdict = self._is_right(problem, text)
             total = self._total(problem, self._render(text))
@@ -252,9 +249,6 @@ class _Auditor:
         self._try_empty(problem, best, nothing)
         if is_measured:
             self._measure(problem, [ideal, *(text for _, text in hostile)])
-
-    def _is_echo(self, name: str) -> bool:
-        return self.schema.answer_place == "anywhere" and name.startswith("the question")
 
     def _try_gold(self, problem: Problem, best: float | None, ideal: str) -> None:
         maximum = self.audit.maximum
@@ -455,7 +449,7 @@ def preflight(
             raise UserError(
                 f"preflight: {check.failures[0]} (claim: {check.name}; see `whet audit`, or --preflight warn)"
             )
-    doubts = [check.failures[0] for check in audit.checks if check.name in (IDLE, ECHO) and check.failures]
+    doubts = [check.failures[0] for check in audit.checks if check.name == IDLE and check.failures]
     if audit.num_skipped:
         num_cases = sum(check.num_cases for check in audit.checks)
         doubts.append(
@@ -504,10 +498,8 @@ def main(config: AuditConfig) -> None:
     with open_display(f"second verifier · {second}", max(1, len(problems)), (), unit="problem") as display:
         try:
             audit.disputed += dispute(task, problems, on_done=advancing(display))
-        except (
-            UserError
-        ) as error:  # its package does not import: what was found until then is worth its minutes
-            second = ""
+        except UserError as error:
+            second = ""  # its package does not import: what was found until then is worth its minutes
             display.note(f"no second verifier, so no answers are disputed: {error}", warning=True)
     if config.samples and second:
         everything = task.problems(config.split)

@@ -796,6 +796,28 @@ _STATED = DEFAULT_STEPS[:4]
 """Steps that find an answer which the text calls one."""
 
 
+_UNWORKED = re.compile(r"\d\s*[+*×·÷^]\s*\(?\d|\d\s+[-−/]\s+\d")
+"""A formula of numbers that somebody has still to work out; not a fraction, a range or a date."""
+
+
+def repeats_formula(answer: str, prompt: str, golds: Sequence[str]) -> bool:
+    """Say whether an answer is a formula that stands in the question, and is no gold answer as it stands.
+
+    Judges take a formula that is equal to the right number for it; where answers are read anywhere, repeating the
+    question would be paid.
+
+    Args:
+        answer: The answer that was read.
+        prompt: The question.
+        golds: The gold answers.
+    """
+    if not _UNWORKED.search(answer):
+        return False
+    said, asked, *right = ("".join(text.split()) for text in (answer, prompt, *golds))
+    said = said.rstrip("=?.!:")
+    return said in asked and said not in right
+
+
 def extract_answer_with_step(
     text: str, steps: Sequence[str] = DEFAULT_STEPS
 ) -> tuple[str | None, str | None]:
