@@ -110,6 +110,23 @@ def gpt2_gsm8k() -> SFTConfig:
     )
 
 
+def smollm2_gsm8k() -> SFTConfig:
+    """SmolLM2-135M-Instruct on GSM8K solutions, once through, with think/answer tags as tokens (hours on two cores)."""
+    return SFTConfig(
+        out="runs/smollm2-gsm8k-sft",
+        policy=PolicyConfig(
+            init="smollm2", schema="think_answer", tags_as_tokens=True, system_prompt=False, max_rows=128
+        ),
+        task=TaskConfig(name="gsm8k"),
+        optim=OptimConfig(lr=2e-4, warmup_steps=20, weight_decay=0.01, beta2=0.98),
+        num_steps=444,
+        batch_size=16,
+        validation_problems=128,
+        validate_every=74,
+        save_every=74,
+    )
+
+
 def chess_boards() -> SFTConfig:
     """What moves do, from random weights: the next board, and lists of legal moves; no Stockfish is needed."""
     return SFTConfig(
@@ -289,6 +306,7 @@ RECIPES: dict[str, Callable[[], SFTConfig]] = {
     "calculator": calculator,
     "stories260k-gsm8k": stories260k_gsm8k,
     "gpt2-gsm8k": gpt2_gsm8k,
+    "smollm2-gsm8k": smollm2_gsm8k,
     "chess-boards": chess_boards,
     "chess": chess,
     "facts": facts,
