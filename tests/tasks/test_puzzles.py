@@ -1,4 +1,4 @@
-"""Countdown and letters: problems are solvable, distinct, split by content, and judged."""
+"""Countdown, letters and words: problems are solvable, distinct, split by content, and judged."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from whet.tasks.base import TaskConfig, load_task
 from whet.tasks.made.countdown import countdown, evaluate, is_right, solve
 from whet.tasks.made.draft import Draw, Generated
 from whet.tasks.made.letters import letters
+from whet.tasks.made.words import FORMS, NAMES, words
 from whet.types import Problem, Task, UserError
 
 PUZZLES = SHARED / "data/puzzles"
@@ -46,6 +47,7 @@ def test_draws() -> None:
     [
         ("countdown", 300, "147ada258030"),
         ("letters", 300, "4a53ce403118"),
+        ("words", 300, "b74aa17f7989"),
     ],
 )
 def test_problems_are_the_same_on_every_machine(name: str, num_problems: int, expected: str) -> None:
@@ -162,6 +164,38 @@ def test_letters_wants_a_number_not_a_sum() -> None:
     problem = next(problem for problem in every(task) if problem.answer == "2")
     assert task.is_correct(problem, "2.0")
     assert not task.is_correct(problem, "1+1")
+
+
+def test_word_problems_are_worked_rightly() -> None:
+    found = every(words(num_problems=3000))
+    for problem in found:
+        assert "{" not in problem.prompt
+        for line in problem.solution.splitlines():
+            left, _, right = line.partition(" = ")
+            one, sign, other = left.split(" ")
+            value = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}[sign]
+            assert value(int(one), int(other)) == int(right)
+            assert sign != "/" or int(one) % int(other) == 0
+            # The two numbers of the first line stand in the question; each line goes on from the one before.
+        numbers = set(re.findall(r"\d+", problem.prompt))
+        assert set(re.findall(r"\d+", problem.solution.split(" = ")[0])) <= numbers
+        assert problem.solution.endswith(f"= {problem.answer}")
+        assert int(problem.answer) > 0
+    assert {p.meta["level"] for p in found} == {"1", "2"}
+
+
+def test_word_problems_of_one_level_are_unlike_those_of_the_other() -> None:
+    first, second = every(words(level=1)), every(words(level=2))
+    assert {problem.prompt.split()[0] for problem in first} == set(NAMES[0])
+    assert not {name for problem in second for name in NAMES[0] if name in problem.prompt.split()}
+    for task in (first, second):  # every kind is there, in about equal shares
+        kinds = Counter(re.sub(r"\d+|\b[A-Z][a-z]+\b", "", p.solution) for p in task)
+        assert len(kinds) == len(FORMS[0])
+    # No pair of splits has the same numbers in the same kind, whatever the names.
+    task = words(level=1)
+    keys = [{(p.solution, len(p.prompt.split())) for p in task.problems(split)} for split in SPLITS]
+    assert not keys[0] & keys[2]
+    assert not keys[0] & keys[1]
 
 
 def test_letters_count() -> None:

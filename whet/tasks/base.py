@@ -29,6 +29,7 @@ from whet.tasks.made.matrices import matrices
 from whet.tasks.made.products import Products
 from whet.tasks.made.sanity import Sanity
 from whet.tasks.made.shapes import shapes
+from whet.tasks.made.words import words
 from whet.tasks.math import MATH
 from whet.tasks.mixture import PART, Mixture
 from whet.tasks.read import ENDINGS, is_hub_name, near_file
@@ -67,6 +68,7 @@ OPTIONS: dict[str, frozenset[str]] = {
     "products": frozenset(),
     "countdown": _MADE,
     "letters": _MADE,
+    "words": _DRAWN | {"level"},
     "sanity": frozenset(),
     "matrices": _SEEN,
     "shapes": _SEEN,
@@ -99,7 +101,7 @@ class TaskConfig:
     """The problems to train or test on."""
 
     name: str = "arithmetic"
-    """Generated: arithmetic, products, countdown, letters; with images: matrices, shapes, bars; 50 fixed sums: sanity;
+    """Generated: arithmetic, products, countdown, letters, words; with images: matrices, shapes, bars; sums: sanity;
     chess: chess-policy, chess-env, chess-moves, chess-reason, chess (to evaluate);
     data of the hub: gsm8k, math, aime25, dapo_math and more (docs/tasks.md), or hub with any path; your own: jsonl,
     choice, yes_no, code, path.py:MyTask; gym (reasoning-gym); mixture. A file, a folder or a hub name stands for the
@@ -142,7 +144,7 @@ class TaskConfig:
     num_problems: int = 0
     """Generated tasks, gym: number of problems in all splits together; 0 takes the task's default."""
     level: int = 0
-    """countdown, letters, matrices, shapes, bars: one level of difficulty, from 1 for the easiest; 0 mixes all."""
+    """countdown, letters, words, matrices, shapes, bars: a level of difficulty, from 1 for the easiest; 0 mixes all."""
     cell: int = 0
     """matrices, shapes, bars: pixels of a cell's side, 8 to 128; 0 means 32, one token of a model like Qwen3-VL."""
     seed: int = 0
@@ -385,6 +387,7 @@ TASKS: dict[str, Callable[[TaskConfig], Task]] = {
     "products": lambda config: Products(),
     "countdown": lambda config: countdown(config.path, **_kept(config), **_drawn(config)),
     "letters": lambda config: letters(config.path, **_kept(config), **_drawn(config)),
+    "words": lambda config: words(**_drawn(config)),
     "sanity": lambda config: Sanity(),
     "matrices": lambda config: matrices(cell=config.cell, **_drawn(config)),
     "shapes": lambda config: shapes(cell=config.cell, **_drawn(config)),
