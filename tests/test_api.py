@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import linecache
 import os
@@ -334,6 +335,31 @@ def test_a_reward_is_the_same_file_wherever_it_is_defined(cache: Path) -> None:
         exec(compile(source, name, "exec"), space)
         specs.append(_written_reward(space["paid"]))
     assert specs[0] == specs[1]
+
+
+def test_a_reward_finds_its_neighbours_from_another_folder(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`from service import score` works beside the script; `whet rl RUN --resume` is another process, elsewhere."""
+    beside = tmp_path / "mine"
+    beside.mkdir()
+    (beside / "neighbour_service.py").write_text("def score(text):\n    return 0.25\n")
+    script = beside / "script.py"
+    script.write_text(
+        "from neighbour_service import score\n\n\ndef paid(problem, text):\n    return score(text)\n"
+    )
+    monkeypatch.syspath_prepend(str(beside))
+    spec = importlib.util.spec_from_file_location("script_of_mine", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["script_of_mine"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    path, _, name = _written_reward(module.paid).rpartition(":")
+    code = f"import runpy; print(runpy.run_path({path!r})[{name!r}](None, ''))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stdout == "0.25\n", done.stderr
 
 
 @pytest.mark.usefixtures("no_figures")

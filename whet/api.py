@@ -11,6 +11,7 @@ print(whet.compare(before, after))
 
 from __future__ import annotations
 
+import ast
 import copy
 import hashlib
 import html
@@ -21,6 +22,7 @@ import os
 import re
 import signal
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -1250,9 +1252,34 @@ def _written_reward(function: Callable[..., float | None]) -> str:
         pieces.append(f"{name} = {parcel['function']}")
     # Not where it was defined: a notebook's cell is another file in every session.
     head = f'"""{name}, as it was when the run began."""\n\nfrom __future__ import annotations'
+    if folders := _own_folders("\n".join(pieces)):
+        head += (
+            f"\n\nimport sys\n\nsys.path[:0] = [folder for folder in {folders!r} if folder not in sys.path]"
+        )
     text = "\n\n\n".join([head, *pieces]) + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return f"{_cached('rewards', f'{name}_{digest}.py', text)}:{name}"
+
+
+def _own_folders(source: str) -> list[str]:
+    """Return the folders of the user's own modules that a piece of source imports: another process looks elsewhere."""
+    installed = [
+        Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    ]
+    found: dict[str, None] = {}
+    for node in ast.walk(ast.parse(source)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            names = [node.module]
+        for top in {name.partition(".")[0] for name in names} - {"whet"}:
+            file = getattr(sys.modules.get(top), "__file__", None)
+            if file is None:
+                continue
+            path = Path(file).resolve()
+            folder = path.parent.parent if path.stem == "__init__" else path.parent
+            if not any(folder.is_relative_to(place) for place in installed):
+                found[str(folder)] = None
+    return list(found)
 
 
 def _cached(folder: str, name: str, text: str) -> Path:

@@ -46,6 +46,8 @@ def load_function(spec: str) -> Callable[..., Any]:
             module = pkgutil.resolve_name(f"{target}:")
     except BaseException as error:
         message = f"grader '{spec}': importing {target} failed: {describe(error)}"
+        if isinstance(error, ModuleNotFoundError):
+            message += "; install it, or put the folder that it lies in on PYTHONPATH"
         raise LoadError(message, error) from error
     function = getattr(module, name, None)
     if not callable(function):
