@@ -58,10 +58,40 @@ def test_clear_cases_are_judged_right_and_wrong_ones_not_paid(cases, judge, coun
         (["12", "3.5", "1/2", "2024-01-05"], ""),
         (["x^2", "\\frac{1}{2}", "\\text{Monday}"], ""),
         ([], ""),
+        (["7,00", "12", "0,5"], "comma"),
+        (["R$ 1.234,50", "-3,05", "1.234"], "comma"),
+        (["1,2", "3,4", "5"], ""),  # lists of roots, for all that one can see
+        (["1,00", "2.5"], ""),
+        (["1,05", "1,234"], ""),
+        (["1,05", "2, 3"], ""),
     ],
 )
 def test_most_gold_answers_of_a_column_say_what_each_of_them_is(golds: list[str], column: str) -> None:
     assert column_of(golds) == column
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "equal"),
+    [
+        ("7", "7,00", True),
+        ("7.00", "7,00", True),
+        ("7,0", "7,00", True),
+        ("R$ 7,00", "7,00", True),
+        ("7,00 €", "7", True),
+        ("9,5", "9,50", True),
+        ("1234,5", "1.234,50", True),
+        ("1 234,5", "1.234,50", True),
+        ("-0,5", "-0,50", True),
+        ("the total is 3,50", "3.5", False),
+        ("1,234", "1234", True),
+        ("700", "7,00", False),
+        ("7,10", "7,01", False),
+        ("2,5", "5,2", False),
+        ("7", "7,50", False),
+    ],
+)
+def test_among_decimal_commas_a_comma_is_a_point(answer: str, gold: str, equal: bool) -> None:
+    assert answers_equal(answer, gold, column="comma") is equal
 
 
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.ci)])

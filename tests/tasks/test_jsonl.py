@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from whet.config import from_dict
+from whet.eval.audit.dispute import dispute
 from whet.rewards.base import build_rewards
 from whet.schema import ResponseSchema
 from whet.tasks.base import OPTIONS, TASKS, TaskConfig, load_task
@@ -193,6 +194,23 @@ def test_a_column_of_dates_or_versions_is_compared_as_text(tmp_path: Path) -> No
     assert not task.is_correct(by_gold["2024-01-01"], "2022")
     assert not task.is_correct(by_gold["1.10"], "1.1")
     assert task.is_correct(by_gold["1.10"], "1.10.")
+
+
+def test_a_column_of_decimal_commas_is_compared_as_numbers(tmp_path: Path) -> None:
+    """A colleague's prices: `3,00` is what a model calls 3, and 3.00; a second verifier gets points."""
+    golds = ["3,00", "12,50", "47", "0,50"]
+    path = tmp_path / "prices.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"How much is {gold}?", "answer": gold}) + "\n" for gold in golds)
+    )
+    task = Jsonl(path)
+    by_gold = {p.answer: p for split in ("train", "dev", "test") for p in task.problems(split)}
+    assert {problem.meta["column"] for problem in by_gold.values()} == {"comma"}
+    for answer in ("3", "3.00", "3,00 €", "R$ 3,00"):
+        assert task.is_correct(by_gold["3,00"], answer)
+    assert not task.is_correct(by_gold["12,50"], "12, 50 and 3")
+    assert not task.is_correct(by_gold["12,50"], "1250")
+    assert not dispute(task, list(by_gold.values()))
 
 
 def test_file_is_split_by_prompt(tmp_path: Path) -> None:

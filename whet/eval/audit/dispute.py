@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from whet.eval.grade import judge_answers
+from whet.rewards.answers.numbers import with_points
 from whet.sandbox.graders.graders import GraderPool
+from whet.tasks.jsonl import COLUMN
 from whet.tasks.selftest import mutated_answer, rewritten_answers
 from whet.types import Problem, Task, UserError
 
@@ -105,7 +107,9 @@ def dispute_samples(task: Task, problems: Sequence[Problem], path: Path) -> list
 def _compare(task: Task, rows: Sequence[tuple[Problem, str, str]]) -> list[Disputed]:
     first = judge_answers(task, [(problem, answer) for problem, answer, _ in rows])
     opinions = iter(
-        second_opinions([(answer, gold) for problem, answer, _ in rows for gold in problem.answers])
+        second_opinions(
+            [_points(problem, answer, gold) for problem, answer, _ in rows for gold in problem.answers]
+        )
     )
     second: list[bool | None] = []
     for problem, _, _ in rows:  # any accepted answer is right
@@ -116,6 +120,13 @@ def _compare(task: Task, rows: Sequence[tuple[Problem, str, str]]) -> list[Dispu
         for (problem, answer, source), mine, other in zip(rows, first, second, strict=True)
         if other is not None and bool(mine) != other
     ]
+
+
+def _points(problem: Problem, answer: str, gold: str) -> tuple[str, str]:
+    """Write decimal commas as points where the data have them: the second verifier reads none."""
+    if problem.meta.get(COLUMN) == "comma":
+        return with_points(answer), with_points(gold)
+    return answer, gold
 
 
 def second_opinions(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:

@@ -21,7 +21,8 @@ Policy, where public graders differ:
   intervals; others are compared up to a factor. `2/3 ≈ 0.67` counts as 2/3, and as 0.67 if correctly rounded.
 - *Scripts*: digits and punctuation of any script count as ASCII ones; Chinese numerals are numbers, yes and no of other
   languages are yes and no (`whet.rewards.answers.scripts`). `1.234,56` and `1.234.567` are European; `1,5` is 1.5 if
-  the other side is a decimal that is not an integer; `1.234` is always 1.234 and `1,234` always 1234.
+  the other side is a decimal that is not an integer, or the data's gold answers have decimal commas; `1.234` is always
+  1.234 and `1,234` always 1234.
 - *Words*: case, articles and punctuation do not count; number words ("twelve") are numbers, `(B) the cube` and `B) 12`
   are B.
 - *Hedging pays nothing*: several answers never equal one, and text around an answer is not searched; only its boxes,
@@ -44,6 +45,7 @@ from whet.rewards.answers.numbers import (
     parse_decimal_comma,
     parse_number,
     spelled_number,
+    with_points,
 )
 from whet.rewards.answers.scripts import ANSWER_IS, VERDICTS, fold, numeral_in_digits
 from whet.rewards.answers.structure import (
@@ -103,6 +105,8 @@ def answers_equal(
     Returns:
         True when both are the same answer. Never raises; bounded in time.
     """
+    if column == "comma":
+        prediction, gold = with_points(prediction), with_points(gold)
     left, right = prediction.strip(), gold.strip()
     if not left or not right:
         return False

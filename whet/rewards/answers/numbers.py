@@ -36,6 +36,11 @@ _SCIENTIFIC = re.compile(
 )
 _SPACED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?")
 _DECIMAL_COMMA = re.compile(r"[+-]?(?:[0-9]+|[1-9][0-9]{0,2}(?:(?:\.[0-9]{3})+|(?: [0-9]{3})+)),[0-9]+")
+_COMMAS = re.compile(
+    r"(?<![0-9.,])([1-9][0-9]{0,2}(?:(?:\.[0-9]{3})+|(?: [0-9]{3})+)|[0-9]+),([0-9]{1,2}|[0-9]{4,})"
+    r"(?![0-9]|[.,][0-9])"
+)
+_AROUND = re.compile(r"^[^0-9]+|[^0-9]+$")
 _DOTTED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:\.[0-9]{3}){2,}")
 
 
@@ -142,6 +147,26 @@ def parse_decimal_comma(text: str) -> Number | None:
         if len(text) <= MAX_DIGITS and _DECIMAL_COMMA.fullmatch(text)
         else None
     )
+
+
+def with_points(text: str) -> str:
+    """Write a text's decimal commas as points: `R$ 1.234,50` as `R$ 1234.50`; `1,234` may be thousands, and stays."""
+    return _COMMAS.sub(lambda match: re.sub("[. ]", "", match[1]) + "." + match[2], text)
+
+
+def decimal_comma(text: str) -> bool | None:
+    """Say whether a number is written with a decimal comma: None where it might as well be a list, or has neither.
+
+    `1,05` and `1.234,5` have one for certain, for no list has a member 05; `12.5`, `1,234` and `1, 2` have none.
+    """
+    text = _AROUND.sub("", text)
+    found = _COMMAS.fullmatch(text)
+    if found is not None:
+        return True if found[2].startswith("0") or not found[1].isdecimal() else None
+    is_dotted = (
+        re.fullmatch(r"[1-9][0-9]{0,2}(?:\.[0-9]{3})+", text) is not None
+    )  # thousands, where others have commas
+    return False if not is_dotted and re.search(r"[0-9][.,] ?[0-9]", text) else None
 
 
 def numbers_equal(left: Number, right: Number) -> bool:

@@ -14,11 +14,11 @@ from typing import Literal
 
 from whet.rewards.answers.expression import FUNCTIONS, OF_MEMBERS
 from whet.rewards.answers.latex import WORD_CLOSE, WORD_OPEN, clean
-from whet.rewards.answers.numbers import parse_number
+from whet.rewards.answers.numbers import decimal_comma, parse_number
 from whet.rewards.answers.scripts import FOREIGN
 from whet.rewards.answers.units import is_known_unit, split_unit, units_conflict
 
-Column = Literal["", "words", "text"]
+Column = Literal["", "words", "text", "comma"]
 """What most gold answers of a column are: nothing in particular, words, or text with digits in it."""
 MOST_READ = 2000
 LONGEST_TEXT = 80
@@ -193,22 +193,27 @@ def _composition(cleaned: str) -> str | None:
 def column_of(golds: Iterable[str]) -> Column:
     """Say what most gold answers of a column are, for those that would be ambiguous alone (`1.10` among versions).
 
+    'comma' are numbers with decimal commas: among `1,05` and `7`, `2,50` is no list of 2 and 50, and equals `2.5`.
     Of a long column some 2,000 evenly spaced answers decide.
     """
     golds = list(golds)
     golds = golds[:: 1 + len(golds) // MOST_READ]
     num_golds = num_words = num_texts = 0
+    commas = set[bool | None]()
     for gold in golds:
         num_golds += 1
         if len(gold) > LONGEST_TEXT:
             continue
         text = clean(gold)
         read = read_text(text)
+        commas.add(decimal_comma(text))
         num_texts += read is not None and read.kind != "words"
         num_words += (read is not None and read.kind == "words") or _WORDY.fullmatch(text) is not None
     if 2 * num_texts > num_golds:
         return "text"
-    return "words" if 2 * num_words > num_golds else ""
+    if 2 * num_words > num_golds:
+        return "words"
+    return "comma" if True in commas and False not in commas else ""
 
 
 def is_word(cleaned: str) -> bool:

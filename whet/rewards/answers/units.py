@@ -81,13 +81,14 @@ _CURRENCIES = {
     **dict.fromkeys(("€", "eur"), "euros"),
     **dict.fromkeys(("£", "gbp"), "gbp"),
     **dict.fromkeys(("₹", "inr", "rs"), "rupees"),
+    **dict.fromkeys(("r$", "r\\$", "brl"), "reais"),
 }
-_SIGN = r"(?:US ?)?\\?\$|€|£|₹|(?:USD|EUR|GBP|INR|Rs\.?)(?= ?[-0-9])"
+_SIGN = r"R\\?\$|(?:US ?)?\\?\$|€|£|₹|(?:USD|EUR|GBP|INR|BRL|Rs\.?)(?= ?[-0-9])"
 _AMOUNT = re.compile(
     rf"(?P<minus>-?)(?P<sign>(?:{_SIGN})?) ?(?P<number>[0-9](?:[0-9.,]*[0-9])?)(?P<end> ?(?:\\\$|€|£|₹)|)"
     r"(?P<rest>(?: ?/ ?| )[A-Za-z][A-Za-z /]*)?[.]?"
 )
-_HAS_CURRENCY = re.compile(r"[$€£₹]|USD|EUR|GBP|INR|Rs")
+_HAS_CURRENCY = re.compile(r"[$€£₹]|USD|EUR|GBP|INR|BRL|Rs")
 _TEMPERATURE = re.compile(r"(.*[0-9)}]) ?° ?([CF])", re.DOTALL)
 _PIECE = re.compile(
     rf"(?P<word>{scripts.WORD})(?P<digit>[23](?![0-9]))?(?: ?\^ ?\{{?(?P<power>-?[1-4])\}}?)?|(?P<over>/)"
