@@ -284,3 +284,17 @@ def test_box_returns_the_balanced_text_that_was_put_in(inside: str) -> None:
             balanced = balanced and depth >= 0
     if balanced and depth == 0 and not escaped:
         assert from_box("x \\boxed{" + inside + "} y") == (inside.strip() or None)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Luís tem 47 maçãs e 14 a Mônica.", "14"),  # no time of day
+        ("The shop opens at 9 am.", "9 am"),
+        ("Há 12 orégãos.", "12"),  # no `or`
+        ("São 12 andróides.", "12"),
+        ("Son 5 notícias.", "5"),
+    ],
+)
+def test_a_word_of_another_language_is_not_cut_at_its_accents(text: str, expected: str) -> None:
+    assert extract_answer(text) == expected

@@ -112,9 +112,9 @@ _LEAD = re.compile(
 )
 """Words before a number that do not change it."""
 _HEDGE = re.compile(
-    r"(?<![A-Za-z])(?:or|nor|not|than|either|neither|between|least|most|never|no|cannot|unless|if|fewer|less|almost|"
+    r"(?<![A-Za-zÀ-ɏ])(?:or|nor|not|than|either|neither|between|least|most|never|no|cannot|unless|if|fewer|less|almost|"
     r"nearly|"
-    r"maybe|perhaps|versus|vs)(?![A-Za-z])|n't\b",
+    r"maybe|perhaps|versus|vs)(?![A-Za-zÀ-ɏ])|n't\b",
     re.IGNORECASE,
 )
 """Words beside which a number is not the answer alone."""
@@ -132,7 +132,7 @@ _END_OF_UNIT = re.compile(
     r"now|today|"
     r"of|and|but|is|are|was|were|will|has|have|had|can|could|would|should|must|he|she|it|they|we|i|you|the|this|all|"
     r"here|there|"
-    r"only|again|too|indeed|exactly|remaining|more|per(?= (?:person|child|student|customer)))(?![A-Za-z])",
+    r"only|again|too|indeed|exactly|remaining|more|per(?= (?:person|child|student|customer)))(?![A-Za-zÀ-ɏ])",
     re.IGNORECASE,
 )
 """The first word behind a number that belongs to no unit."""
@@ -151,7 +151,7 @@ _PROSE_IN_MATH = re.compile(
 _EVIDENCE = re.compile(r"[0-9A-Za-z]|\\(?:infty|pi|emptyset|varnothing)|[∞π∅]")
 _NAMED = re.compile(r"[A-Za-z](?:_\{?[A-Za-z0-9]\}?|\([a-z]\))?|[^A-Za-z]*")
 _LIST = re.compile(
-    rf",(?![0-9]{{3}})|;|(?<![A-Za-z])(?:or|and)(?![A-Za-z])|{JOINED.pattern.replace('?P<any>', '?:')}"
+    rf",(?![0-9]{{3}})|;|(?<![A-Za-zÀ-ɏ])(?:or|and)(?![A-Za-zÀ-ɏ])|{JOINED.pattern.replace('?P<any>', '?:')}"
 )
 _RESULT = re.compile(r"[-+\u2212\\$(]?[^A-Za-z,=<>]*[0-9][^A-Za-z,=<>]*")
 _LETTER = re.compile(
@@ -194,7 +194,7 @@ _LABELLED = re.compile(
     r"looks)\b)[A-Za-z0-9$\\(-].*"
 )
 _DENIAL_BEFORE = re.compile(
-    r"(?:(?<![A-Za-z])(?:(?:all|anything|everything|any) but|not(?! only)|cannot|never|neither|nor|without|except|"
+    r"(?:(?<![A-Za-zÀ-ɏ])(?:(?:all|anything|everything|any) but|not(?! only)|cannot|never|neither|nor|without|except|"
     r"instead of|rather than|other than)|n't"
     r"|(?:rul|eliminat|exclud|reject|discard)[a-z]{1,4}(?: out)?)"
     r"(?:,? (?:be|been|equal|equals|to|the|an?|answer|option|choice|letter|correct|right|is|it|think|believe|say|"
@@ -204,12 +204,12 @@ _DENIAL_BEFORE = re.compile(
 )
 """A denial that governs what follows: "does not fit is (C)" denies no letter."""
 _DENIAL_AFTER = re.compile(
-    r"[)*$\]\\]{0,3}(?:,? (?:and|or|nor) \(?[A-J](?![A-Za-z])\)?){0,3},? "
+    r"[)*$\]\\]{0,3}(?:,? (?:and|or|nor) \(?[A-J](?![A-Za-zÀ-ɏ])\)?){0,3},? "
     r"(?:(?:is|are|was|were|seems|looks|must be|would be|can be|has to be) (?:clearly |obviously |also |definitely |"
     r"both |all )?"
     r"(?:not|wrong|incorrect|false|ruled out|eliminated|excluded|impossible|invalid|out(?![A-Za-z])|too )"
     r"|(?:cannot|can't|isn't|aren't|wasn't|doesn't|does not|fails|won't|did not|didn't|couldn't|"
-    r"could not)(?![A-Za-z]))",
+    r"could not)(?![A-Za-zÀ-ɏ]))",
     re.IGNORECASE,
 )
 _DENIED_NUMBER = re.compile(
@@ -221,7 +221,7 @@ _DENIED_NUMBER = re.compile(
 _CLAUSE_END = re.compile(
     r"[;:!?\n]|\. |, (?!(?:and|or|nor|equal|exactly)\b)|(?<![Aa]ll)(?<!thing) but | so | hence | therefore "
 )
-_REASON = re.compile(r"(?<![A-Za-z])(?:because|since|as|for|given that)(?![A-Za-z])", re.IGNORECASE)
+_REASON = re.compile(r"(?<![A-Za-zÀ-ɏ])(?:because|since|as|for|given that)(?![A-Za-zÀ-ɏ])", re.IGNORECASE)
 _OFFERED = (
     r"(?:,? (?:or|and)(?: else)?(?: maybe| perhaps| possibly)?|, (?:maybe|perhaps|possibly)) "
     r"(?:option |choice )?[(*]{0,3}"
@@ -252,7 +252,7 @@ _OFFERED_NUMBER = re.compile(
     r"(?<![-+*/=<>$0-9.,])(?<![-+*/=<>] )([0-9][0-9.,]{0,20})(?: [a-z]{1,12})?,? or (?:else |maybe |perhaps |"
     r"possibly |even )?$"
 )
-_HALF_OF_DAY = re.compile(r" ?[ap]\.? ?m(?![A-Za-z])", re.IGNORECASE)
+_HALF_OF_DAY = re.compile(r" ?[ap]\.? ?m(?!\w)", re.IGNORECASE)
 _LAST_ASIDE = re.compile(r"(?<=[A-Za-z.%]) \((?=[^()]*[a-z]{3})[^()=]{3,80}\)[\s.!]*$")
 """A remark in brackets that ends a text: "72 apples (36 red and 36 green)."."""
 _EQUATED = re.compile(r" ?[-+*/=<>^]")

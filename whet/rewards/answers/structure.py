@@ -36,7 +36,8 @@ _PAIRS = {
     WORD_OPEN: WORD_CLOSE,
 }
 _TOKEN = re.compile(
-    rf"[{re.escape(_OPEN + _CLOSE)}]|(?:, {{0,2}}| )?(?<![A-Za-z])(?:or|and)(?![A-Za-z]) ?|[,;\n{ROW_BREAK}∪∩∖=∈≈<>≤≥≠]"
+    rf"[{re.escape(_OPEN + _CLOSE)}]|(?:, {{0,2}}| )?(?<![A-Za-zÀ-ɏ])(?:or|and)(?![A-Za-zÀ-ɏ]) ?"
+    rf"|[,;\n{ROW_BREAK}∪∩∖=∈≈<>≤≥≠]"
 )
 _MARKED_JOIN = re.compile(rf" ?{WORD_OPEN}[\s,;]*(or|and)[\s,;]*{WORD_CLOSE} ?")
 NAME = re.compile(r"[({]{0,2}[A-Za-z\\∠△❮|][A-Za-z0-9_{}\\(),:/ |'∠△°❮❯^=<>≤≥-]{0,60}")
