@@ -159,6 +159,12 @@ def test_csv(tmp_path: Path) -> None:
     assert bad == [BadRow("data.csv row 2", "not as many fields as columns", 2, raw)]
     with pytest.raises(UserError, match="data.csv: not CSV in UTF-8"):
         read_file(write(tmp_path, b"q\n\xff\n", "data.csv"), required=["q"])
+    excel = write(tmp_path, "Frage;Antwort\nÄnne hat 3 Nüsse.;3\n".encode("cp1252"), "aufgaben.csv")
+    with pytest.raises(UserError, match="not CSV in UTF-8") as caught:
+        first_row(excel)  # before columns are asked for
+    command = str(caught.value).rpartition(": ")[2]
+    assert subprocess.run(command, shell=True, check=False).returncode == 0
+    assert first_row(tmp_path / "aufgaben-utf8.csv")["Frage"] == "Änne hat 3 Nüsse."
     path = write(tmp_path, b"q\r,a\n1,2\n", "data.csv")
     assert first_row(path) == {}
     with pytest.raises(UserError, match="data.csv: not CSV"):

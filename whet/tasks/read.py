@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -132,19 +133,28 @@ def read_csv(
                 whole = None not in row and None not in row.values()
                 fault = "not as many fields as columns"
                 yield f"{path.name} row {number}", number, row if whole else fault, row
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(f"{path.name}: not CSV in UTF-8 ({error}); save the file as UTF-8") from error
+        except UnicodeDecodeError as error:
+            raise _no_utf8(path, error) from error
+        except csv.Error as error:
+            raise UserError(f"{path.name}: not CSV ({error}); save the file as CSV in UTF-8") from error
 
     return sift(path.name, rows(), required, max_bad_rows, check, max_rows)
 
 
-def _csv_rows(path: Path, errors: str = "strict") -> Iterable[dict[str | Any, Any]]:
-    csv.field_size_limit(MAX_LINE_BYTES)  # of the whole process; a data URI is longer than the default
-    lines = (line.decode("utf-8", errors=errors) for _, line in _lines(path))
-    names = next(lines, "")
-    return csv.DictReader(
-        chain([names], lines), strict=errors == "strict", delimiter=max(",;\t", key=names.count)
+def _no_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
+    """Return the error for another encoding, which is not guessed: any bytes are letters in some code page."""
+    new = path.with_name(f"{path.stem}-utf8{path.suffix}")
+    return UserError(
+        f"{path.name}: not CSV in UTF-8 ({error}); save the file as UTF-8, or, of a Western Windows: "
+        f"iconv -f cp1252 -t utf-8 {shlex.quote(str(path))} > {shlex.quote(str(new))}"
     )
+
+
+def _csv_rows(path: Path) -> Iterable[dict[str | Any, Any]]:
+    csv.field_size_limit(MAX_LINE_BYTES)  # of the whole process; a data URI is longer than the default
+    lines = (line.decode("utf-8") for _, line in _lines(path))
+    names = next(lines, "")
+    return csv.DictReader(chain([names], lines), strict=True, delimiter=max(",;\t", key=names.count))
 
 
 def read_parquet(
@@ -355,7 +365,9 @@ def first_row(path: Path) -> Row:
     """Return the first object with a name in it of a file that `read_file` reads; {} if there is none."""
     if path.suffix.lower() in CSV:
         try:
-            return next(iter(_csv_rows(path, errors="replace")), {})
+            return next(iter(_csv_rows(path)), {})
+        except UnicodeDecodeError as error:  # before a column is asked for whose name nobody can read
+            raise _no_utf8(path, error) from error
         except csv.Error:  # reading it says what is wrong
             return {}
     if _is_array(path):
