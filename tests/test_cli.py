@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -618,6 +619,22 @@ def test_guard_turns_ends_into_statuses(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == "whet: interrupted\n"
     with pytest.raises(ValueError, match="^a bug of ours$"):
         cli.guard(fail(ValueError("a bug of ours")))
+
+
+def test_an_interrupt_names_a_command_that_works(tmp_path: Path) -> None:
+    """In the preflight there is no run yet, and nothing to resume."""
+
+    def main(config: Any, *, resume: bool | int) -> None:
+        raise KeyboardInterrupt
+
+    program = replace(__main__.COMMANDS["rl"].load(), main=main)
+    config = SimpleNamespace(out=str(tmp_path / "run"))
+    with pytest.raises(KeyboardInterrupt, match="nothing was begun: the same command starts it again"):
+        __main__._start(program, config, False)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    with pytest.raises(KeyboardInterrupt, match="with --resume goes on"):
+        __main__._start(program, config, False)
 
 
 def test_what_the_system_refuses_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -495,6 +495,8 @@ def _start(program: Program, config: Any, resume: bool | int) -> None:
         raise
     except KeyboardInterrupt:
         again = "the same command with --resume goes on from its last checkpoint"
+        if not (Path(config.out) / "config.yaml").is_file():  # in its preflight: there is no run yet
+            again = "nothing was begun: the same command starts it again"
         raise KeyboardInterrupt(again) from None
 
 

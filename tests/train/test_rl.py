@@ -902,6 +902,24 @@ def test_the_first_batch_of_a_run_is_judged_and_no_other(
     assert [json.loads(line)["step"] for line in warnings if "of the first batch" in line] == [1]
 
 
+def test_a_folder_that_cannot_be_used_is_refused_before_a_reward_is_called(
+    tiny_policy: PolicyConfig, tmp_path: Path
+) -> None:
+    """Hundreds of calls of somebody's service, a second each, told nobody that there is nothing to resume."""
+    calls = tmp_path / "calls"
+    (tmp_path / "mine.py").write_text(
+        f"def pay(problem, completion):\n    open({str(calls)!r}, 'a').write('x')\n    return 1.0\n"
+    )
+    config = make_config(tiny_policy, tmp_path / "run", reward=(f"{tmp_path / 'mine.py'}:pay=0.5",))
+    with pytest.raises(UserError, match="nothing to resume"):
+        train(config, resume=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine\n")
+    with pytest.raises(UserError, match="already exists"):
+        train(config)
+    assert not calls.exists()
+
+
 def test_rewards_that_fail_are_told_of_at_the_first_and_at_every_doubling() -> None:
     reward = base.WeightedReward("mine", 1.0, lambda problem, completion: 0.0)
     failures = rl.Failures([reward])

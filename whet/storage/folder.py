@@ -61,10 +61,7 @@ def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable:
     """
     path = folder / "config.yaml"
     if resume:
-        if not path.is_file():
-            raise UserError(
-                f"{folder}: nothing to resume (no config.yaml); leave out --resume to start a new run"
-            )
+        refuse_folder(folder, resume=True)
         stored = path.read_text(encoding="utf-8", errors="replace")
         if changed := _first_difference(_essential(stored), _essential(config_yaml)):
             raise UserError(
@@ -87,8 +84,7 @@ def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable:
         if not folder.exists() or _is_unused(folder):
             folder.mkdir(parents=True, exist_ok=True)
             _lock(folder)
-        if not _is_unused(folder):
-            raise _taken(folder, resumable=resumable)
+        refuse_folder(folder, resume=False, resumable=resumable)  # of another process, meanwhile
         for name in BEGINNINGS - {"config.yaml"}:  # removed last: without it nothing can resume
             if (folder / name).is_dir():
                 shutil.rmtree(folder / name)
@@ -97,6 +93,26 @@ def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable:
         sync(folder.absolute().parent)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+
+
+def refuse_folder(folder: Path, *, resume: bool, resumable: bool = True) -> None:
+    """Refuse a folder that holds a run already, or none to resume; creates nothing.
+
+    Args:
+        folder: The run folder.
+        resume: Whether a run is resumed.
+        resumable: Whether the program knows --resume, for the message.
+
+    Raises:
+        UserError: With what to do instead.
+    """
+    if resume and not (folder / "config.yaml").is_file():
+        raise UserError(
+            f"{folder}: nothing to resume (no config.yaml); leave out --resume to start a new run"
+        )
+    if not resume and folder.exists() and not _is_unused(folder):
+        remedy = "choose another --out, or --resume" if resumable else "choose another --out"
+        raise UserError(f"{folder}: already exists and is never overwritten; {remedy}")
 
 
 def lengthen(folder: Path, config_yaml: str) -> None:
@@ -150,8 +166,7 @@ def check_folder(folder: Path, *, resumable: bool = True) -> None:
     Raises:
         UserError: If the folder holds a run, or cannot be made.
     """
-    if folder.exists() and not _is_unused(folder):
-        raise _taken(folder, resumable=resumable)
+    refuse_folder(folder, resume=False, resumable=resumable)
     nearest = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
     try:  # root may write anywhere, and cannot in /proc
         os.rmdir(tempfile.mkdtemp(prefix=".whet-", dir=nearest))
@@ -159,11 +174,6 @@ def check_folder(folder: Path, *, resumable: bool = True) -> None:
         raise UserError(
             f"{folder}: cannot be written ({nearest} is no folder that you may write to)"
         ) from None
-
-
-def _taken(folder: Path, *, resumable: bool) -> UserError:
-    remedy = "choose another --out, or --resume" if resumable else "choose another --out"
-    return UserError(f"{folder}: already exists and is never overwritten; {remedy}")
 
 
 def _lock(folder: Path) -> None:

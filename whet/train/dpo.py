@@ -700,7 +700,7 @@ def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None =
     Raises:
         UserError: If inputs are inconsistent, there are no pairs, or the run cannot resume.
     """
-    tracking = begin(config, watch=True)
+    tracking = begin(config, watch=True, resume=resume)
     config = resolve_precision(config)
     policy = load_start(config)
     folder = open_folder(config, resume=resume)

@@ -181,7 +181,7 @@ def train(config: RFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     Raises:
         UserError: If inputs are inconsistent, no completion can be kept, or the run cannot resume.
     """
-    tracking = begin(config, watch=True)
+    tracking = begin(config, watch=True, resume=resume)
     config = resolve_precision(config)
     policy, task, problems, held_out = load_rft(config)
     folder = open_folder(config, resume=resume)

@@ -129,7 +129,7 @@ def steps(config: RLConfig, *, resume: Resume = False) -> Generator[TrainStep, N
 
 
 def _steps(config: RLConfig, resume: Resume) -> Generator[TrainStep, None, Policy]:
-    tracking = begin(config, watch=True)
+    tracking = begin(config, watch=True, resume=resume)
     config = resolve_precision(config)
     setup = load_rl(config)
     policy, task = setup.policy, setup.task

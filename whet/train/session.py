@@ -47,7 +47,7 @@ from whet.storage.checkpoint import (
     saved_steps,
 )
 from whet.storage.commit import DiskFullError, commit_folder
-from whet.storage.folder import LENGTHS, check_folder, displaced, lengthen, next_line, open_run
+from whet.storage.folder import LENGTHS, check_folder, displaced, lengthen, next_line, open_run, refuse_folder
 from whet.tasks.base import TaskConfig, check_gold, tasks_of, told_of
 from whet.tasks.chess.task import KINDS
 from whet.tasks.quarantine import write_quarantine
@@ -290,18 +290,21 @@ def _refuse_whole(config: RunConfig, policy: Policy) -> None:
         )
 
 
-def begin(config: RunConfig, *, watch: bool = False) -> Tracking:
+def begin(config: RunConfig, *, watch: bool = False, resume: Resume = False) -> Tracking:
     """Fix kernels and the order of sums, and load the trackers: a missing package ends the run before it starts.
 
     Args:
         config: The run's settings.
         watch: Begin a heartbeat, which `watched` ends: models, tasks and data may hang while they are loaded, before
             there is a folder to write to.
+        resume: Whether the run goes on: `watch` refuses a folder that cannot, before the user's rewards are called.
     """
     refuse_reentry("a training")  # in a worker that imports the script which trains, it would start itself
     dispatch.restore(Path(config.out))
     sameness = config.safety.sameness(resolve_device(config.policy.device))
     set_deterministic(sameness, compiles=config.optim.compile)
+    if watch and rank() == 0:
+        refuse_folder(Path(config.out), resume=resume is not False)
     if watch:
         Heartbeat(None, rank(), timeout_s=config.safety.hang_timeout_s, phase="load").__enter__()
     return Tracking(config.track, Path(config.out), enabled=rank() == 0)

@@ -351,7 +351,7 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
     Raises:
         UserError: If inputs are inconsistent, or the run cannot resume.
     """
-    tracking = begin(config, watch=True)
+    tracking = begin(config, watch=True, resume=resume)
     config = resolve_precision(config)
     policy, task, problems = load_sft(config)
     environment_for(policy.schema, task)  # fails here, before anything is created, if a tool is missing
