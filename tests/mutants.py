@@ -185,9 +185,9 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             f"{QUANTISING}::test_gptq_rounds_what_no_token_reached_to_the_nearest_codes",
         ),
     ): [
-        ("sign", "weight[:, block.stop :] -= errors", "weight[:, block.stop :] += errors"),
-        ("mask", "torch.where(is_spot[:, column], full[:, column], value)", "value"),
-        ("denominator", "(top.clamp(min=0) / bottom.clamp(min=1e-30)).sqrt()", "top.clamp(min=0).sqrt()"),
+        ("sign", "weight[block.stop :] -= inverse", "weight[block.stop :] += inverse"),
+        ("mask", "torch.where(is_spot[column], full[column], value)", "value"),
+        ("denominator", "math.sqrt(top / max(bottom, 1e-30))", "math.sqrt(top)"),
         ("guard", "diagonal[dead] = 1.0", "diagonal[dead] = 0.0"),
         ("order", "absmax.repeat_interleave(eager.NF4_BLOCK)", "absmax.repeat(eager.NF4_BLOCK)"),
         ("order", "codes = flat[::2] << 4 | flat[1::2]", "codes = flat[1::2] << 4 | flat[::2]"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,23 @@ from whet.algo.packing import TrainingSequence, pack
 from whet.compress.quantize import methods, quantize
 from whet.compress.quantize.measure import (
     Meter,
+    Pairs,
     find_super_weights,
     gather_inputs,
-    gather_pairs,
     matrix_errors,
     observed,
     shared_inputs,
 )
 from whet.compress.quantize.select import Option, knapsack, parse_budget, promoted, total
-from whet.compress.quantize.study import Study, count_steps, expected_seconds
+from whet.compress.quantize.study import (
+    TRIED,
+    Amount,
+    Scope,
+    Study,
+    count_steps,
+    expected_seconds,
+    num_points,
+)
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.generate.scoring import hidden_rows
@@ -264,7 +273,10 @@ def test_pairs_are_of_the_full_and_of_the_changed_model() -> None:
     with study.applied(own):
         y = inputs()
     assert not torch.equal(x, y)
-    pair = gather_pairs(model, micros, [name], lambda: study.applied(own))[name]
+    pairs = Pairs(model, micros)
+    first = "model.layers.0.mlp.down_proj.weight"
+    pairs.gather([first], 0, lambda: study.applied({}))
+    pair = pairs.gather([name], 1, lambda: study.applied(own))[name]
     assert torch.allclose(pair.moments, y.t() @ y / len(y), atol=1e-5)
     assert torch.allclose(pair.cross, x.t() @ y / len(y), atol=1e-5)
 
@@ -285,36 +297,117 @@ def test_codes_found_in_the_quantised_model_leave_less_of_an_error() -> None:
     assert not packed_parts(model)
 
 
-def test_the_time_told_before_counts_the_passes_of_the_study(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that ticks once a pass over a micro-batch, half of it where a pass is left early."""
-    model, ticks, told = make_model(), [0.0], []
+@pytest.mark.ci
+def test_a_pass_from_the_changed_layer_on_is_the_whole_pass() -> None:
+    model, micros = make_model(), make_micros(0)
+    whole, resuming = Meter(model, micros), Meter(model, micros, resumes=True)
+    place = places(model)["model.layers.1.self_attn.v_proj.weight"]
+    place.pack([PackedMatrix.of(place.matrices()[0], "nf4")])
+    ran: list[int] = []
+    inner = places(model)["model.layers.0.self_attn.v_proj.weight"].owner
+    handle = inner.register_forward_hook(lambda *_: ran.append(1))
+    found = resuming.compare(1)
+    assert not ran
+    assert found == whole.compare()
+    assert found.kl > 0
+    handle.remove()
 
-    def run(*arguments: object, **options: object) -> torch.Tensor:
-        try:
-            found = hidden_rows(*arguments, **options)  # pyright: ignore[reportArgumentType]
-        except BaseException:
-            ticks[0] += 0.5
-            raise
-        ticks[0] += 1
-        return found
 
-    monkeypatch.setattr("whet.compress.quantize.measure.hidden_rows", run)
+@pytest.mark.ci
+def test_a_large_model_is_measured_in_part_and_its_estimates_are_called_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of each matrix one way is measured on less text; the others follow it by the errors of the outputs."""
+    model, calibration, held_out = make_model(), make_micros(0, 24), make_micros(1, 24)
+    texts = Amount.of(calibration), Amount.of(held_out)
+    assert Scope.of(model, *texts, 2, 1, 1e12) == Scope()
+    monkeypatch.setattr("whet.compress.quantize.study.LEAST_TOKENS", 100)
+    scope = Scope.of(model, *texts, 2, 1, 1e6)
+    assert not scope.is_exhaustive
+    assert scope.sample == 100
+    whole = Study(model, calibration, held_out, methods=("rtn", "gptq"))
+    part = Study(model, calibration, held_out, sample=calibration[:4], methods=("rtn", "gptq"))
+    for name, rows in part.options.items():
+        by = {(row.kind, row.method): row for row in rows}
+        assert [row.is_estimated for row in rows] == [False, True, False, True]
+        place, own = places(model)[name], gather_inputs(model, calibration)[name][0]
+        full = place.matrices()[0]
+        errors = {}
+        for method in ("rtn", "gptq"):
+            delta = methods.pack(full, "nf4", method, own).dense(torch.float32) - full
+            errors[method] = methods.activation_error(delta, full, own.moments) ** 2
+        wanted = by["nf4", "rtn"].cost * errors["gptq"] / errors["rtn"]
+        assert by["nf4", "gptq"].cost == pytest.approx(wanted, rel=1e-2)
+        assert not any(row.is_estimated for row in whole.options[name])
+        # What was estimated is not far from what is measured.
+        own_ways = {(row.kind, row.method): row.cost for row in whole.options[name]}
+        assert 0.3 < by["nf4", "gptq"].cost / own_ways["nf4", "gptq"] < 3
+    budget = int(part.floor * 1.1)
+    kls = {
+        name: part.measure(name, choice).divergence.kl
+        for name, choice in part.baselines(budget, (0,)).items()
+    }
+    kls["all"] = part.measure("all", part.all_nf4()).divergence.kl
+    assert part.measure("selected", part.selected(budget)).divergence.kl < min(kls.values())
+    # The other choice takes the codes that were found for this one.
+    told: list[str] = []
+    part._tell = lambda phase, detail=str: told.append(phase)
+    floor = part.selected(part.floor)
+    assert total(floor) == part.floor
+    assert not told
+    assert part.measure("floor", floor).divergence.kl < kls["all"]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("is_exhaustive", [True, False])
+def test_the_time_told_before_counts_the_work_of_the_study(
+    monkeypatch: pytest.MonkeyPatch, is_exhaustive: bool
+) -> None:
+    """By a clock that ticks for each multiply-add of the layers' matrices and of the head."""
+    model, ticks, told = make_model(), [0.0], list[str]()
+    own, calibration, held_out = places(model), make_micros(0, 12), make_micros(1, 6)
+
+    def product(owner: torch.nn.Module, given: tuple[torch.Tensor, ...], name: str) -> None:
+        ticks[0] += len(given[0]) * own[name].shape.numel()
+
+    for name, place in own.items():
+        place.owner.register_forward_pre_hook(partial(product, name=name))
+    real = Meter._logprobs
+
+    def logprobs(self: Meter, hidden_MD: torch.Tensor) -> torch.Tensor:
+        ticks[0] += hidden_MD.shape[0] * model.head_weight.numel()
+        return real(self, hidden_MD)
+
+    monkeypatch.setattr(Meter, "_logprobs", logprobs)
     monkeypatch.setattr("whet.compress.quantize.study.time.monotonic", lambda: ticks[0])
-    calibration, held_out = make_micros(0, 12), make_micros(1, 6)
-    expected = expected_seconds(model, calibration, held_out, ("rtn", "gptq"), 2)
+    scope, texts = Scope(), (Amount.of(calibration), Amount.of(held_out))
+    sample = None
+    if not is_exhaustive:
+        sample = calibration[:2]
+        scope = Scope(is_exhaustive=False, sample=Amount.of(sample).tokens, steps=(0.0, 0.2))
+    count = num_points(scope.steps, 1)
+    expected = expected_seconds(model, calibration[:2], *texts, ("rtn", "gptq"), scope, count)
     ticks[0], steps = 0.0, []
     study = Study(
         model,
         calibration,
         held_out,
+        sample=sample,
         methods=("rtn", "gptq"),
         advance=steps.append,
-        tell=lambda phase, detail: told.append(f"{phase}: {detail()}"),
+        tell=lambda phase, detail=str: told.append(f"{phase}: {detail()}"),
     )
-    assert sum(steps) == count_steps(model, 2)
-    for budget in (study.floor, (study.floor + study.ceiling) // 2):
-        study.measure("", study.selected(budget))
-    assert told == ["codes found once more: 0 of 8 groups of matrices"] * 2
+    budget = (study.floor + study.ceiling) // 2
+    study.selected(budget)
+    study.table(budget, (0,))
+    study.front(1, scope.steps)
+    # Choices that happen to be the same are measured once.
+    assert 0 <= count_steps(model, calibration[0], 2, scope, 1) - sum(steps) <= 2
+    assert told.count("codes found once more: 0 of 8 groups of matrices") == 1 + is_exhaustive
+    assert "matrix by matrix: 0 of 14 done;   " in told
+    # No super weight was there to be tried, and the errors' own two products for each kind have no clock.
+    weights, read = sum(study.numbers.values()), Amount.of(sample or calibration)
+    expected -= (2 * TRIED + 4) * weights * read.tokens + TRIED * model.head_weight.numel() * read.trained
     assert expected == pytest.approx(ticks[0], rel=0.15)
 
 
@@ -437,8 +530,8 @@ def test_selected_layers_beat_all_nf4_at_equal_bytes(
     )
     quantize.check(config, False)
     printed = capsys.readouterr().out
-    assert "measure for at most about 0:" in printed
-    assert printed.endswith("and besides the model's own completions and pass@1\n")
+    assert "it would start, and take about 0:" in printed
+    assert "each way to store it measured" in printed
     assert not out.exists()
     quantize.main(config)
     content = json.loads((out / "quantize.json").read_text())

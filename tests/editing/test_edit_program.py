@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -329,7 +330,8 @@ def test_a_dry_run_finds_what_files_and_config_show(
     run(
         "edit", folder, "--facts", rows, "--records", edited / "lives", "--out", tmp_path / "out", "--dry-run"
     )
-    assert "the edit would start" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert re.search(r"the edit would start, and take at most about \d+:\d\d \(a few steps", said)
     assert not (tmp_path / "out").exists()
 
 

@@ -11,10 +11,11 @@ import torch
 from patient import fresh
 
 from whet.editing import methods, statistics
-from whet.editing.editor import Measured, report_of
+from whet.editing.edit import write_and_measure
+from whet.editing.editor import Editor, Measured, MethodConfig, report_of
 from whet.editing.facts import Fact
 from whet.editing.memory import Delta, capped, disturbance, null_space, project, rank_one, solve, spread
-from whet.editing.methods import loss_of_facts, mean_keys, memory_output, one_by_one
+from whet.editing.methods import TuneConfig, loss_of_facts, mean_keys, memory_output, one_by_one
 from whet.editing.metrics import score_facts
 from whet.editing.record import Batch, Record
 from whet.editing.sites import Contexts, Read, Reader, chosen_memories, hooked, mark_subject
@@ -429,6 +430,49 @@ def test_the_time_told_before_is_that_of_the_trace(monkeypatch: pytest.MonkeyPat
         causal_trace(reader, fact, num_samples=2, window=3, advance=runs.append)
     assert expected == ticks[0] > count * 8
     assert sum(runs) == count * num_layer_runs(policy.model, window=3)
+
+
+@pytest.mark.parametrize("method", ["memit", "ft"])
+def test_the_time_told_before_is_enough_for_the_edit(
+    method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a clock that ticks for each token in a layer, forwards or backwards; and nothing is changed or kept."""
+    policy, ticks = fresh(), [0]
+    editor, before = Editor(policy, "fresh", cache=tmp_path), digest_of(policy.model)
+    facts = [Fact(subject=f"Ann {name}", prompt="{} lives in", target="Oslo") for name in "ABCDEFGHIJKL"]
+    editor.set_prose("Ann lives in Oslo. " * 60, 400)
+
+    def tick(_: object, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        ticks[0] += len(given[0])
+        if out.requires_grad:
+            out.register_hook(lambda gradient: ticks.__setitem__(0, ticks[0] + 2 * len(gradient)))
+
+    for layer in policy.model.layers:
+        layer.get_submodule("mlp").register_forward_hook(tick)
+    monkeypatch.setattr("whet.editing.editor.time.monotonic", lambda: float(ticks[0]))
+    own = MethodConfig(
+        method=method,
+        layers=(1,),
+        num_contexts=0,
+        target=TargetConfig(steps=12, stop_loss=0.0),
+        tune=TuneConfig(steps=12, stop_loss=0.0),
+    )
+    expected = editor.expected_seconds(facts, own)
+    assert digest_of(policy.model) == before
+    assert not editor.record.batches
+    assert not list(tmp_path.iterdir())
+    ticks[0], said, told = 0, list[str](), list[Any]()
+
+    def tell(phase: str, detail: Any = None) -> None:
+        told.append(detail)
+
+    def advance(count: int) -> None:
+        said.append(told[-1]())
+
+    write_and_measure(editor, facts, own, tell=tell, advance=advance)
+    assert 0.95 * ticks[0] <= expected <= 1.5 * ticks[0]
+    assert "0 of 12 facts, step 7 of at most 12" in said
+    assert said[-1] == "12 of 12 facts, step 0 of at most 12"
 
 
 def test_drawdown_is_the_relative_rise() -> None:

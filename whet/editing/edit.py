@@ -33,7 +33,7 @@ from whet.eval.probe.probe import read_text
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.model.lora.files import find_model
 from whet.storage.folder import beside, check_folder, next_line, open_run
-from whet.telemetry.display import advancing, open_display
+from whet.telemetry.display import advancing, clock, open_display
 from whet.telemetry.provenance import write_environment
 from whet.types import UserError
 
@@ -136,8 +136,7 @@ def plan(config: EditConfig) -> str:
 
 
 def check(config: EditConfig, resume: bool) -> None:
-    """Find what would stop the work before it begins; creates nothing, and loads weights only to compare them with
-    those that `records` were made for.
+    """Find what would stop the work before it begins, and time a small part of it; creates nothing.
 
     Raises:
         UserError: As the work would.
@@ -153,7 +152,7 @@ def check(config: EditConfig, resume: bool) -> None:
     warnings = check_facts(facts)
     check_kept(_kept(config), facts, config.edit.method)
     prose = _prose(config.prose) if config.prose else ""
-    read_text(config.text)
+    text = read_text(config.text)
     if config.task:
         known_problems(config.task, config.num_problems)
     if config.out:
@@ -161,20 +160,35 @@ def check(config: EditConfig, resume: bool) -> None:
     folders = [Path(folder) for folder in config.records]
     for folder in folders:
         Record.read(folder)
-    policy = load_policy(config.policy, seed=config.seed, merge=True, plain=True, weights=bool(folders))
+    policy = load_policy(
+        config.policy, seed=config.seed, merge=True, plain=True, weights=bool(facts or folders)
+    )
     find_memories(policy.model)
     if config.edit.layers and config.edit.method != "lora":
         chosen_memories(policy.model, config.edit.layers)
-    if prose:
-        windows_of(policy, prose, config.prose_tokens)
+    windows = windows_of(policy, prose, config.prose_tokens) if prose else []
     for fact in facts:
         warnings += tokenisation_traps(policy.tokenizer, fact)
-    if folders:
-        _, told = together(open_editor(policy, name_of(policy, config.policy)), folders)
+    editor = open_editor(policy, name_of(policy, config.policy)) if facts or folders else None
+    if folders and editor is not None:
+        _, told = together(editor, folders)
         warnings += told
     for warning in warnings:
         print(f"warning: {warning}")
-    print("checked: model, layers, facts, records, texts, task and folder; the edit would start")
+    said = ""
+    if facts and editor is not None:
+        if windows:
+            editor.set_prose(prose, config.prose_tokens, config.seed)
+        said = f", and take {_expected(editor, facts, config, _spelt(policy, text))}"
+    print(f"checked: model, layers, facts, records, texts, task and folder; the edit would start{said}")
+
+
+def _expected(editor: Editor, facts: Sequence[Fact], config: EditConfig, text: str) -> str:
+    """Say how long an edit will take."""
+    own = {"text": text, "writes": config.writes, "seed": config.seed}
+    seconds = editor.expected_seconds(facts, config.edit, **own)
+    beside = " besides the task" if config.task else ""
+    return f"at most about {clock(seconds)}{beside} (a few steps of a few facts, extrapolated)"
 
 
 def _facts(config: EditConfig) -> list[Fact]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,7 +42,7 @@ from whet.editing.record import Batch, Record
 from whet.editing.sites import Contexts, Memory, Reader, chosen_memories, find_memories, tokenisation_traps
 from whet.editing.statistics import digest_of, gather_moments, own_contexts, own_prose, windows_of
 from whet.editing.targets import TargetConfig, check_length
-from whet.editing.trace import locate
+from whet.editing.trace import LOCATING, expected_seconds, locate
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.eval.measure import evaluate
 from whet.eval.probe.off_domain import measure_perplexity
@@ -54,6 +56,10 @@ from whet.types import Problem, Task, UserError
 
 KEEPING: tuple[MethodName, ...] = ("memit", "alphaedit")
 """Methods that can be given facts that stay."""
+TIMED_FACTS = 8
+"""Facts that are searched for a step or two to say how long all take."""
+TIMED_TOKENS = 8
+"""Tokens of each window of prose that are written for that."""
 TRACED_FACTS = 8
 """Facts whose layer is searched by causal tracing, where none was given."""
 PROSE_TOKENS = 100_000
@@ -91,6 +97,24 @@ class _Counted:
         own = self._done - max(0, self._first)
         left = (time.monotonic() - self._began) / own * (self._total - self._done) if own else 0.0
         return f"{self._done:,} of {self._total:,} {self._unit}" + (f", {clock(left)} left" if own else "")
+
+
+class _Searched:
+    """How far a search is: facts that are done, and steps of those that are searched now."""
+
+    def __init__(self, num_facts: int, num_steps: int, advance: Callable[[int], None]) -> None:
+        self._facts, self._steps, self._advance = num_facts, num_steps, advance
+        self._done = self._step = 0
+
+    def advance(self, count: int) -> None:
+        """Count facts on; 0 counts a step on."""
+        self._done += count
+        self._step = 0 if count else self._step + 1
+        self._advance(count)
+
+    def text(self) -> str:
+        """Write it as '4 of 20 facts, step 12 of at most 25'."""
+        return f"{self._done:,} of {self._facts:,} facts, step {self._step} of at most {self._steps}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,6 +317,10 @@ class Editor:
         if method.layers:
             return tuple(sorted(method.layers))
         best, _ = locate(self.reader, facts[:TRACED_FACTS], seed=seed)
+        return self._layers_around(best, method)
+
+    def _layers_around(self, best: int, method: MethodConfig) -> tuple[int, ...]:
+        """Return the layers that a method writes into where the tracing found one."""
         memories = find_memories(self.policy.model)
         if method.method not in ("memit", "alphaedit") or memories[best].is_normed:
             return (best,)
@@ -355,18 +383,11 @@ class Editor:
         moments: dict[int, torch.Tensor] = {}
         if method.method in LOCATED:
             moments = self._moments(memories, seed, tell)
-        tell(method.method)
-        names = [m.name for m in memories] or [
-            name for name, p in self.policy.model.named_parameters() if p.dim() == 2
-        ]
-        before = {name: self.policy.model.get_parameter(name).detach().clone() for name in names}
-        try:
-            change = self._changed(facts, method, memories, contexts, moments, seed, advance)
-        finally:
+        searched = _Searched(len(facts), _num_steps(method), advance)
+        tell(method.method, searched.text)
+        with self._put_back(memories) as before:
             # What a record holds is applied once, so that it gives the same bits whenever it is applied again.
-            with torch.no_grad():
-                for name, tensor in before.items():
-                    self.policy.model.get_parameter(name).copy_(tensor)
+            change = self._changed(facts, method, memories, contexts, moments, seed, searched.advance)
         self.record.keep(self.policy.model, list(change.deltas))
         batch = Batch(
             method=method.method,
@@ -391,6 +412,88 @@ class Editor:
         batch.digest, batch.seconds = digest_of(self.policy.model), time.monotonic() - began
         self.record.batches.append(batch)
         return batch
+
+    @contextmanager
+    def _put_back(self, memories: Sequence[Memory]) -> Iterator[dict[str, torch.Tensor]]:
+        """Give back what memories (none: all matrices) were, when the block ends; yields it by name."""
+        model = self.policy.model
+        names = [m.name for m in memories] or [name for name, p in model.named_parameters() if p.dim() == 2]
+        before = {name: model.get_parameter(name).detach().clone() for name in names}
+        try:
+            yield before
+        finally:
+            with torch.no_grad():
+                for name, tensor in before.items():
+                    model.get_parameter(name).copy_(tensor)
+
+    def expected_seconds(
+        self,
+        facts: Sequence[Fact],
+        method: MethodConfig,
+        *,
+        text: str = "",
+        writes: bool = False,
+        seed: int = 0,
+    ) -> float:
+        """Return how long it will take, at most about, to write facts and to measure them before and after.
+
+        Up to eight facts are searched for one step and for three, measured once, and little prose is read; the rest is
+        extrapolated. Nothing is written and nothing kept. A task's problems, the curve and further passes are not
+        counted, nor that statistics may be there already.
+
+        Args:
+            facts: The facts, at least one.
+            method: How they will be written.
+            text: Prose whose perplexity will be measured; '' for none.
+            writes: Whether the model will write about each subject.
+            seed: Seed of contexts and samples.
+        """
+        some = sorted(facts, key=lambda fact: len(fact.text))[:: -(-len(facts) // TIMED_FACTS)]
+        share = len(facts) / len(some)
+        score_facts(self.reader, some[:1])  # compiles and allocates
+        found = 2 * share * _seconds(lambda: self.measure(some, writes=writes, seed=seed))
+        if text:
+            found += 2 * _seconds(lambda: measure_perplexity(self.policy, text))
+        layers = tuple(sorted(method.layers))
+        if method.method != "lora" and not layers:
+            found += expected_seconds(self.reader, facts[:TRACED_FACTS], **LOCATING)
+            allowed = list(find_memories(self.policy.model))[:-1]
+            layers = self._layers_around(allowed[len(allowed) // 2], method)
+        memories = chosen_memories(self.policy.model, layers) if method.method != "lora" else []
+        found += _seconds(lambda: self._contexts_of(method, seed))
+        moments: dict[int, torch.Tensor] = {}
+        if method.method in LOCATED:
+            found += self._expected_statistics(memories, seed)
+            widths = {memory.layer: memory.matrix().shape[1] for memory in memories}
+            moments = {layer: torch.eye(width, dtype=torch.float64) for layer, width in widths.items()}
+        contexts, times = self._contexts_of(method, seed), []
+        for steps in (1, 3):
+            own = replace(
+                method,
+                target=replace(method.target, steps=steps),
+                tune=replace(method.tune, steps=steps),
+            )
+            with self._put_back(memories):
+                change = partial(
+                    self._changed, some, own, memories, contexts, moments, seed, lambda count: None
+                )
+                times.append(_seconds(change))
+        step = max(0.0, times[1] - times[0]) / 2
+        return found + share * (times[0] + step * (_num_steps(method) - 1))
+
+    def _expected_statistics(self, memories: Sequence[Memory], seed: int) -> float:
+        """Return how long the statistics of prose will take: one chunk is read, and some tokens written."""
+        found, windows = 0.0, self._windows
+        num_tokens = sum(map(len, windows)) or OWN_TOKENS
+        if not windows:
+            began = time.monotonic()
+            windows = own_prose(self.policy, OWN_TOKENS, seed, longest=TIMED_TOKENS)
+            found += (time.monotonic() - began) * OWN_TOKENS / sum(map(len, windows))
+        some = [windows[place] for place in next(iter(self.reader.chunks(windows)))]
+        with tempfile.TemporaryDirectory() as folder:
+            own = {"model_digest": "", "folder": Path(folder)}
+            read = _seconds(lambda: gather_moments(self.reader, memories, some, **own))
+        return found + read * num_tokens / sum(map(len, some))
 
     def _moments(self, memories: Sequence[Memory], seed: int, tell: Told = untold) -> dict[int, torch.Tensor]:
         """Return C of each memory as the model had it before its first edit: so the papers' sequences have it, too."""
@@ -502,6 +605,17 @@ class Editor:
             perplexity=measure_perplexity(self.policy, text).perplexity if text else None,
             right=known.right(self.policy) if known is not None else [],
         )
+
+
+def _num_steps(method: MethodConfig) -> int:
+    """Return the steps of a method's search, at most."""
+    return (method.tune if method.method in ("ft", "lora") else method.target).steps
+
+
+def _seconds(do: Callable[[], object]) -> float:
+    began = time.monotonic()
+    do()
+    return time.monotonic() - began
 
 
 def _searched(change: Change) -> tuple[dict[str, float], ...]:

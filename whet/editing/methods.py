@@ -217,7 +217,9 @@ def one_by_one(
     keys: list[torch.Tensor] = []
     bare = Contexts()
     for fact in facts:
-        found = find_targets(reader, memory, [fact], contexts, targets, own_norm=True)
+        found = find_targets(
+            reader, memory, [fact], contexts, targets, own_norm=True, advance=lambda count: advance(0)
+        )
         mean_F = mean_keys(reader, [memory], [fact], contexts)[memory.layer][0]
         own_F = mean_F if is_refined else mean_keys(reader, [memory], [fact], bare)[memory.layer][0]
         value_D = memory_output(reader, memory, [fact])[0] + found.delta_ED[0].double()
@@ -312,6 +314,7 @@ def _train(
             break
         optimizer.step()
         after()
+        advance(0)
     advance(len(facts))
 
 

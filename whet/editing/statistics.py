@@ -106,13 +106,14 @@ def windows_of(policy: Policy, text: str, most: int) -> list[tuple[int, ...]]:
     return [(*head, *ids[start : start + width]) for start in range(0, len(ids), width)]
 
 
-def own_prose(policy: Policy, tokens: int, seed: int) -> list[tuple[int, ...]]:
+def own_prose(policy: Policy, tokens: int, seed: int, longest: int = 0) -> list[tuple[int, ...]]:
     """Return windows of text that the model writes itself, where there is no prose at hand.
 
     Args:
         policy: The model.
         tokens: Tokens in all, about.
         seed: Seed of the samples.
+        longest: Tokens that a window is cut to, of as many as there would be; 0 for whole ones.
     """
     width = min(WINDOW, policy.model.config.max_positions) - 8
     count = max(1, round(tokens / width / len(OPENINGS)))
@@ -124,7 +125,9 @@ def own_prose(policy: Policy, tokens: int, seed: int) -> list[tuple[int, ...]]:
         )
         for word in OPENINGS
     ]
-    rows = policy.engine(stops=False).generate(requests, SamplingParams(max_new_tokens=width))
+    rows = policy.engine(stops=False).generate(
+        requests, SamplingParams(max_new_tokens=min(width, longest or width))
+    )
     return [
         (*request.prompt_ids, *done.ids) for request, row in zip(requests, rows, strict=True) for done in row
     ]

@@ -111,7 +111,7 @@ def find_targets(
         contexts: Beginnings before the prompt.
         settings: Settings of the search.
         own_norm: Measure delta in lengths of the memory's output; otherwise of the residual stream behind the layer.
-        advance: Called with the number of facts that are done.
+        advance: Called with the number of facts that are done, and with 0 after each step.
 
     Source:
         arXiv 2210.07229, equation 16 and the published code: KL in the direction KL(changed || before). Deviations:
@@ -135,7 +135,7 @@ def find_targets(
         while end < len(facts) and (end == start or tokens + searches[end].tokens <= reader.budget):
             tokens += searches[end].tokens
             end += 1
-        found.append(_descend(reader, memory, searches[start:end], lengths_E[start:end], settings))
+        found.append(_descend(reader, memory, searches[start:end], lengths_E[start:end], settings, advance))
         advance(end - start)
         start = end
     return Targets(*(torch.cat(parts) for parts in zip(*found, strict=True)))
@@ -166,6 +166,7 @@ def _descend(
     searches: Sequence[_Search],
     lengths_E: torch.Tensor,
     settings: TargetConfig,
+    advance: Callable[[int], None],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run Adam on the deltas of some facts, whose own losses decide when each is done."""
     device, width = reader.policy.device, reader.model.config.hidden_size
@@ -197,6 +198,7 @@ def _descend(
         size = (second[keep] / (1 - 0.999**step)).sqrt() + 1e-8
         moved = scaled.detach()[going] - settings.lr / (1 - 0.9**step) * first[keep] / size
         delta_ED[keep] = capped(moved * unit_E[keep, None], settings.clamp * lengths_E[keep])
+        advance(0)
         left = keep.tolist()
         if not left:
             return delta_ED, nll_E, kl_E, steps_E

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.compress.quantize.methods import Inputs, activation_error
+from whet.editing.sites import hooked
+from whet.editing.targets import can_resume, resumed
 from whet.generate.scoring import hidden_rows
 from whet.model.experts import ExpertWeights
 from whet.model.quant import Kind, PackedMatrix, Place, places
@@ -22,6 +24,8 @@ from whet.types import MicroBatch
 
 CHUNK = 2**24
 """Logits that are compared at once."""
+KEPT = 2**26
+"""Log-probabilities of the full model that are kept, at most; where there are more, they are computed each time."""
 
 # --- what a model predicts --------------------------------------------------------------------------------------
 
@@ -46,6 +50,10 @@ class Divergence:
 class _SeenEnoughError(Exception):
     """What was waited for has been seen: the rest of the pass would say nothing more."""
 
+    def __init__(self, input_ND: torch.Tensor) -> None:
+        super().__init__()
+        self.input_ND = input_ND
+
 
 class Meter:
     """Compares a model that is changed in place with what it predicted at first.
@@ -53,32 +61,60 @@ class Meter:
     Args:
         model: The full model.
         micros: Packed sequences; their trained tokens are compared.
+        resumes: Keep what each layer is given, so that a comparison may begin at any.
     """
 
-    def __init__(self, model: LanguageModel, micros: Sequence[MicroBatch]) -> None:
+    def __init__(self, model: LanguageModel, micros: Sequence[MicroBatch], *, resumes: bool = False) -> None:
         self._model, self._micros = model, micros
-        # The head is never quantised: the hidden states before it are all that has to be kept.
-        self._full = self.hidden()
-        self.full = self.compare(self._full)
+        self._given: list[list[torch.Tensor]] = []
+        resumes = resumes and can_resume(model)
+        with given_to_layers(model, self._given) if resumes else nullcontext():
+            # The head is never quantised: the hidden states before it are all that has to be kept.
+            self._full = self.hidden()
+        self._logprobs_before: list[list[torch.Tensor]] = [[] for _ in micros]
+        self.full = self.compare_hidden(self._full)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are compared."""
+        return sum(len(full) for full in self._full)
 
     @torch.no_grad()
-    def hidden(self) -> list[torch.Tensor]:
-        """Return the hidden states [M, D] of each micro-batch."""
-        return [hidden_rows(self._model, micro) for micro in self._micros]
+    def hidden(self, layer: int = 0) -> list[torch.Tensor]:
+        """Return the hidden states [M, D] of each micro-batch.
 
-    @torch.no_grad()
-    def compare(self, hidden: Sequence[torch.Tensor] | None = None) -> Divergence:
+        Args:
+            layer: The first layer that was changed: passes begin there, where what layers are given was kept.
+        """
+        found = []
+        for place, micro in enumerate(self._micros):
+            given = self._given[place][layer] if layer and self._given else None
+            with resumed(self._model, layer, given):
+                found.append(hidden_rows(self._model, micro))
+        return found
+
+    def compare(self, layer: int = 0) -> Divergence:
         """Compare the model as it is now.
 
         Args:
-            hidden: Its hidden states, where they are there already.
+            layer: The first layer that was changed.
         """
+        return self.compare_hidden(self.hidden(layer))
+
+    @torch.no_grad()
+    def compare_hidden(self, hidden: Sequence[torch.Tensor]) -> Divergence:
+        """Compare what `hidden` returned."""
         kls, same, losses = [], [], []
-        for micro, full, own in zip(self._micros, self._full, hidden or self.hidden(), strict=True):
-            rows = max(1, CHUNK // self._model.config.vocab_size)
-            parts = (tensor.split(rows) for tensor in (full, own, micro.targets_M))
-            for before_MD, after_MD, targets_M in zip(*parts, strict=True):
-                before_MV, after_MV = self._logprobs(before_MD), self._logprobs(after_MD)
+        vocabulary = self._model.config.vocab_size
+        keeps = vocabulary * self.num_tokens <= KEPT
+        for place, (micro, full, own) in enumerate(zip(self._micros, self._full, hidden, strict=True)):
+            parts = (tensor.split(max(1, CHUNK // vocabulary)) for tensor in (full, own, micro.targets_M))
+            for part, (before_MD, after_MD, targets_M) in enumerate(zip(*parts, strict=True)):
+                kept = self._logprobs_before[place]
+                before_MV = kept[part] if part < len(kept) else self._logprobs(before_MD)
+                if keeps and part == len(kept):
+                    kept.append(before_MV)
+                after_MV = self._logprobs(after_MD)
                 # Columns outside of the vocabulary are -inf in both.
                 gap_MV = torch.where(before_MV == float("-inf"), 0.0, before_MV - after_MV)
                 kls.append((before_MV.exp() * gap_MV).sum(-1))
@@ -98,6 +134,19 @@ class Meter:
             logits_MV = torch.tanh(logits_MV / cap) * cap
         logits_MV[:, self._model.num_valid_tokens :] = float("-inf")
         return logits_MV.log_softmax(-1)
+
+
+@contextmanager
+def given_to_layers(model: LanguageModel, given: list[list[torch.Tensor]]) -> Iterator[None]:
+    """Add, for each pass within this context, what every layer is given."""
+
+    def keep(layer: int, x_ND: torch.Tensor) -> None:
+        if not layer:
+            given.append([])
+        given[-1].append(x_ND.detach())
+
+    with hooked([(layer, "in", partial(keep, index)) for index, layer in enumerate(model.layers)]):
+        yield
 
 
 # --- errors of each matrix --------------------------------------------------------------------------------------
@@ -171,17 +220,21 @@ def gather_inputs(
         advance: Called with 1 for each of them.
     """
     seen: dict[str, list[_Seen]] = {}
-    turned = {}
     for name, place in places(model).items():
         count = place.shape[0] if place.is_experts else 1
         width = place.shape[-2] if place.transposed else place.shape[-1]
         zeros = torch.zeros(width, device=place.matrices()[0].device)
         seen[name] = [_Seen(torch.outer(zeros, zeros), zeros.clone()) for _ in range(count)]
-        turned[name] = place.transposed
+
+    last: list[
+        torch.Tensor
+    ] = []  # an input and its moments: matrices that multiply one input follow each other
 
     def see(name: str, expert: int, x_ND: torch.Tensor) -> None:
         own, x = seen[name][expert], x_ND.float()
-        own.moments += x.t() @ x
+        if not last or last[0].data_ptr() != x_ND.data_ptr() or last[0].shape != x_ND.shape:
+            last[:] = x_ND, x.t() @ x
+        own.moments += last[1]
         own.magnitudes += x.abs().sum(0)
         own.tokens += len(x)
 
@@ -191,7 +244,10 @@ def gather_inputs(
             if advance is not None:
                 advance(1)
     return {
-        name: [Inputs(one.moments / max(1, one.tokens), one.magnitudes / max(1, one.tokens)) for one in rows]
+        name: [
+            Inputs(one.moments / max(1, one.tokens), one.magnitudes / max(1, one.tokens), one.tokens)
+            for one in rows
+        ]
         for name, rows in seen.items()
     }
 
@@ -229,46 +285,82 @@ class Pair:
     cross: torch.Tensor
 
 
-@torch.no_grad()
-def gather_pairs(
-    model: LanguageModel,
-    micros: Sequence[MicroBatch],
-    names: Sequence[str],
-    changed: Callable[[], AbstractContextManager[None]],
-) -> dict[str, Pair]:
-    """Run a model, and the model with some matrices changed, over packed sequences.
+class Pairs:
+    """Runs a model, and the model with matrices changed one after the other, side by side over packed sequences.
+
+    Both passes begin at the layer of the matrices that are asked for, where the model allows it: what its layers are
+    given is carried along.
 
     Args:
         model: The full model.
         micros: Packed sequences.
-        names: Matrices, none of experts, that multiply one input.
-        changed: Returns a context within which the model is changed.
     """
-    seen: list[torch.Tensor] = []
 
-    def see(name: str, expert: int, x_ND: torch.Tensor) -> None:
-        if name == names[0]:
-            seen.append(x_ND.float().clone())
-            raise _SeenEnoughError
+    def __init__(self, model: LanguageModel, micros: Sequence[MicroBatch]) -> None:
+        self._model, self._micros, self._layer = model, micros, 0
+        self._can_resume = can_resume(model)
+        self._given: list[list[torch.Tensor | None]] = [[None, None] for _ in micros]  # full, changed
 
-    moments: torch.Tensor | None = None
-    cross: torch.Tensor | None = None
-    tokens = 0
-    with observed(model, see):
-        for micro in micros:
-            seen.clear()
-            with suppress(_SeenEnoughError):
-                hidden_rows(model, micro)
-            with changed(), suppress(_SeenEnoughError):
-                hidden_rows(model, micro)
-            x, y = seen
+    @torch.no_grad()
+    def gather(
+        self, names: Sequence[str], layer: int, changed: Callable[[], AbstractContextManager[None]]
+    ) -> dict[str, Pair]:
+        """Return what some matrices multiply in both models.
+
+        Args:
+            names: Matrices, none of experts, that multiply one input.
+            layer: Their layer; never below that of the call before.
+            changed: Returns a context within which the model is changed, in all that has run before them. What it
+                changes in layers below has to stay as it is in later calls.
+        """
+        contexts = nullcontext, changed
+        if self._can_resume and layer > self._layer:
+            into = self._model.layers[layer]
+            for micro, given in zip(self._micros, self._given, strict=True):
+                given[:] = [
+                    self._run(micro, own, context, hooked([(into, "in", _stop_at)]))
+                    for own, context in zip(given, contexts, strict=True)
+                ]
+            self._layer = layer
+
+        def see(name: str, expert: int, x_ND: torch.Tensor) -> None:
+            if name == names[0]:
+                _stop_at(x_ND)
+
+        moments: torch.Tensor | None = None
+        cross: torch.Tensor | None = None
+        tokens = 0
+        for micro, given in zip(self._micros, self._given, strict=True):
+            x, y = (
+                self._run(micro, own, context, observed(self._model, see)).float()
+                for own, context in zip(given, contexts, strict=True)
+            )
             moments = y.t() @ y if moments is None else moments.addmm_(y.t(), y)
             cross = x.t() @ y if cross is None else cross.addmm_(x.t(), y)
             tokens += len(y)
-    assert moments is not None
-    assert cross is not None
-    pair = Pair(moments / max(1, tokens), cross / max(1, tokens))
-    return dict.fromkeys(names, pair)
+        assert moments is not None
+        assert cross is not None
+        pair = Pair(moments / max(1, tokens), cross / max(1, tokens))
+        return dict.fromkeys(names, pair)
+
+    def _run(
+        self,
+        micro: MicroBatch,
+        given: torch.Tensor | None,
+        context: Callable[[], AbstractContextManager[None]],
+        stopping: AbstractContextManager[None],
+    ) -> torch.Tensor:
+        """Return what a pass from this layer on stops at."""
+        with context(), resumed(self._model, self._layer, given), stopping:
+            try:
+                hidden_rows(self._model, micro)
+            except _SeenEnoughError as seen:
+                return seen.input_ND
+        raise AssertionError("the pass did not reach what was asked for")
+
+
+def _stop_at(x_ND: torch.Tensor) -> None:
+    raise _SeenEnoughError(x_ND.detach().clone())
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,6 +523,7 @@ def find_super_weights(
     found: list[SuperWeight] = []
     kept: list[tuple[Place, int, int, float]] = []
     tried: set[tuple[str, int, int]] = set()
+    before = loss
     try:
         while len(found) < MOST and len(tried) < 4 * MOST:
             spiking = [where for where in _spikes(model, micros, downs, spike) if where not in tried]
@@ -441,7 +534,6 @@ def find_super_weights(
             place, row, column = downs[where[0]], where[1], where[2]
             weight = cast(torch.Tensor, place.weight)
             value = float(weight[row, column])
-            before = math.log(meter.compare().perplexity)
             weight[row, column] = 0.0
             after = math.log(meter.compare().perplexity)
             if after - before < BREAKS:
@@ -450,6 +542,7 @@ def find_super_weights(
             # It stays zero while the next one is looked for: its activation would hide others.
             kept.append((place, row, column, value))
             found.append(SuperWeight(where[0], row, column, value, loss, after))
+            before = after
     finally:
         for place, row, column, value in kept:
             cast(torch.Tensor, place.weight)[row, column] = value

@@ -3,6 +3,7 @@ columns scaled by what they multiply (awq)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -37,10 +38,12 @@ class Inputs:
     Attributes:
         moments: Second moments X^T X / tokens, float32 [D, D].
         magnitudes: Mean magnitude of each input, float32 [D].
+        tokens: How many they are means over.
     """
 
     moments: torch.Tensor
     magnitudes: torch.Tensor
+    tokens: int = 1
 
 
 def pack(
@@ -102,9 +105,13 @@ def target(
 
 def activation_error(delta_FD: torch.Tensor, weight_FD: torch.Tensor, moments: torch.Tensor) -> float:
     """Return ||X Delta^T|| / ||X W^T|| from the second moments of X."""
-    top = ((delta_FD @ moments) * delta_FD).sum()
-    bottom = ((weight_FD @ moments) * weight_FD).sum()
-    return float((top.clamp(min=0) / bottom.clamp(min=1e-30)).sqrt())
+    top, bottom = squared_outputs(delta_FD, moments), squared_outputs(weight_FD, moments)
+    return math.sqrt(top / max(bottom, 1e-30))
+
+
+def squared_outputs(weight_FD: torch.Tensor, moments: torch.Tensor) -> float:
+    """Return ||X W^T||^2 / tokens from the second moments of X."""
+    return max(0.0, float(((weight_FD @ moments) * weight_FD).sum()))
 
 
 def _scales(weight_FD: torch.Tensor, kind: Kind, inputs: Inputs) -> torch.Tensor:
@@ -120,7 +127,7 @@ def _scales(weight_FD: torch.Tensor, kind: Kind, inputs: Inputs) -> torch.Tensor
         scales = size ** (step / GRID)
         scales = scales / (scales.max() * scales.min()).sqrt()
         found = PackedMatrix.of(weight, kind, columns=scales).dense(torch.float32)
-        error = activation_error(found - weight, weight, inputs.moments)
+        error = squared_outputs(found - weight, inputs.moments)
         if error < least:
             best, least = scales, error
     return best
@@ -143,17 +150,11 @@ def gptq(
         each code becoming the best one given all others (QuantEase 2309.01885, equation 10), which a first pass, that
         knows nothing of later columns' errors, cannot do.
     """
-    weight = weight_FD.detach().float().clone()
-    rows, width = weight.shape
+    rows, width = weight_FD.shape
     plain = PackedMatrix.of(weight_FD, kind, spots=spots)
     if kind == "nf4":
         plain = _with_fitted_scales(plain, weight_FD, moments)
-    scales, codes_of = _scaled_codes(plain, rows, width)
-    is_spot = torch.zeros(rows * width, dtype=torch.bool, device=weight.device)
-    if spots is not None:
-        is_spot[spots] = True
-    is_spot = is_spot.view(rows, width)
-    full = weight_FD.detach().float()
+    scales_DF, codes_of = _scaled_codes(plain, rows, width)
 
     hessian = moments.double().clone()
     diagonal = hessian.diagonal()
@@ -166,42 +167,49 @@ def gptq(
         torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True
     ).float()
 
-    # Columns in the order of rounding, until the codes are done. Each column's error reaches the other columns of its
-    # block at once, and all others by one product for the block: column by column the whole matrix would be written.
-    full, weight, scales, is_spot = (x[:, order] for x in (full, weight, scales, is_spot))
-    codes = torch.empty(rows, width, dtype=torch.uint8 if kind == "nf4" else torch.int8, device=weight.device)
+    # Columns in the order of rounding, until the codes are done; each is a row of these matrices, so that it lies in
+    # one piece of memory. A column's error reaches the other columns of its block at once, and all others by one
+    # product for the block: column by column the whole matrix would be written.
+    full = weight_FD.detach().float().t()[order]
+    weight, scales_DF = full.clone(), scales_DF[order]
+    codes = torch.empty(width, rows, dtype=torch.uint8 if kind == "nf4" else torch.int8, device=full.device)
     values = torch.empty_like(full)
+    is_spot: torch.Tensor | None = None
+    if spots is not None:
+        is_spot = torch.zeros(rows * width, dtype=torch.bool, device=full.device)
+        is_spot[spots] = True
+        is_spot = is_spot.view(rows, width).t()[order]
 
     def round_column(column: int, wanted: torch.Tensor) -> torch.Tensor:
-        codes[:, column], value = codes_of(wanted, scales[:, column])
-        return torch.where(is_spot[:, column], full[:, column], value)
+        codes[column], value = codes_of(wanted, scales_DF[column])
+        return value if is_spot is None else torch.where(is_spot[column], full[column], value)
 
     blocks = [slice(start, min(start + BLOCK, width)) for start in range(0, width, BLOCK)]
+    pivots = inverse.diagonal().tolist()
     for block in blocks:
-        own, errors = weight[:, block].clone(), torch.empty_like(weight[:, block])
+        own, errors = weight[block].clone(), torch.empty_like(weight[block])
         for place, column in enumerate(range(block.start, block.stop)):
-            value = values[:, column] = round_column(column, own[:, place])
-            errors[:, place] = (own[:, place] - value) / inverse[column, column]
-            own[:, place:] -= errors[:, place, None] * inverse[column, column : block.stop]
-        weight[:, block.stop :] -= errors @ inverse[block, block.stop :]
+            value = values[column] = round_column(column, own[place])
+            errors[place] = (own[place] - value) / pivots[column]
+            own[place + 1 :].addr_(inverse[column, column + 1 : block.stop], errors[place], alpha=-1)
+        weight[block.stop :] -= inverse[block, block.stop :].t() @ errors
 
     damped = hessian.float()
-    slopes = (values - full) @ damped  # half the gradient of the outputs' squared error
-    error = float(((values - full) * slopes).sum())
+    slopes = damped @ (values - full)  # half the gradient of the outputs' squared error
+    error, pivots = float(((values - full) * slopes).sum()), damped.diagonal().tolist()
     for _ in range(PASSES):
         for block in blocks:
-            own, changes = slopes[:, block].clone(), torch.empty_like(slopes[:, block])
+            own, changes = slopes[block].clone(), torch.empty_like(slopes[block])
             for place, column in enumerate(range(block.start, block.stop)):
-                value = round_column(column, values[:, column] - own[:, place] / damped[column, column])
-                changes[:, place] = value - values[:, column]
-                own += changes[:, place, None] * damped[column, block]
-                values[:, column] = value
-            slopes += changes @ damped[block]
+                value = round_column(column, values[column] - own[place] / pivots[column])
+                changes[place] = value - values[column]
+                own[place + 1 :].addr_(damped[column, column + 1 : block.stop], changes[place])
+                values[column] = value
+            slopes += damped[:, block] @ changes
         before, error = error, float(((values - full) * slopes).sum())
         if before - error <= LEAST_GAIN * before:
             break
-    codes = torch.empty_like(codes).index_copy_(1, order, codes)
-    return _with_codes(plain, codes)
+    return _with_codes(plain, torch.empty_like(codes).index_copy_(0, order, codes).t())
 
 
 def _with_fitted_scales(plain: PackedMatrix, weight_FD: torch.Tensor, moments: torch.Tensor) -> PackedMatrix:
@@ -229,9 +237,10 @@ Codes = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
 
 
 def _scaled_codes(plain: PackedMatrix, rows: int, width: int) -> tuple[torch.Tensor, Codes]:
-    """Return the scale of every number, and what rounds numbers of given scales to codes and their values."""
+    """Return the scale of every number, [width, rows], and what rounds numbers of given scales to codes and their
+    values."""
     if plain.kind == "int8":
-        scales = (plain.absmax / 127)[:, None].expand(rows, width)
+        scales = (plain.absmax / 127).expand(width, rows)
 
         def int8(values: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             codes = (values / scale.masked_fill(scale == 0, 1.0)).round().clamp(-127, 127)
@@ -239,12 +248,15 @@ def _scaled_codes(plain: PackedMatrix, rows: int, width: int) -> tuple[torch.Ten
 
         return scales, int8
     absmax = eager.nf4_absmax(plain.absmax, plain.scale, plain.offset)
-    scales = absmax.repeat_interleave(eager.NF4_BLOCK)[: rows * width].view(rows, width)
+    scales = absmax.repeat_interleave(eager.NF4_BLOCK)[: rows * width].view(rows, width).t().contiguous()
     table = eager.nf4_table(scales.device)
+    middles = (table[1:] + table[:-1]) / 2
+    # Where a block is zero its values are below: their codes stand for zero whatever they are divided by.
+    scales = scales.masked_fill(scales == 0, torch.finfo(torch.float32).tiny)
 
     def nf4(values: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        codes = eager.nearest(values / scale.masked_fill(scale == 0, 1.0), table)
-        return codes, table[codes.long()] * scale
+        codes = torch.bucketize(values / scale, middles)
+        return codes.to(torch.uint8), table[codes] * scale
 
     return scales, nf4
 

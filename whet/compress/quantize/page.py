@@ -31,6 +31,7 @@ def as_text(content: Json) -> str:
     lines = [
         f"{content['model']}: {shown}; {bits:.2f} bits a weight",
         *(_super_weight(one) for one in content["super_weights"]),
+        ways_text(content["is_exhaustive"], content["calibration_tokens"]),
         "",
         f"{'matrix (most sensitive first)':<44}{'kind':>6}{'method':>8}{'KL in NF4':>11}"
         f"{'weight':>9}{'activ.':>9}{'worst':>9}",
@@ -59,6 +60,14 @@ def as_text(content: Json) -> str:
         )
         lines.append(f"{name}: {found}")
     return "\n".join(lines)
+
+
+def ways_text(is_exhaustive: bool, num_tokens: int) -> str:
+    """Say of which ways to store a matrix the KL is measured, and on how many tokens."""
+    what = "each way to store it measured"
+    if not is_exhaustive:
+        what = "NF4 rounded to the nearest measured, other ways estimated from it by the squared errors of its outputs"
+    return f"KL of each matrix on {num_tokens:,} tokens: {what}"
 
 
 def _super_weight(one: Json) -> str:
@@ -127,6 +136,7 @@ def write_page(folder: Path, content: Json) -> None:
         "quantize.html",
         title=f"Quantisation of {content['model']}",
         content=content,
+        ways=ways_text(content["is_exhaustive"], content["calibration_tokens"]),
         super_weights=[_super_weight(one) for one in content["super_weights"]],
         rows=[{"cost": _cost(row), **row} for row in rows],
         points=[{"name": point["name"], "cells": _cells(content, point)} for point in content["table"]],

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +19,16 @@ from whet.cli import Program
 from whet.compress.quantize import page
 from whet.compress.quantize.methods import Method
 from whet.compress.quantize.select import check_floor, parse_budget, total
-from whet.compress.quantize.study import STEPS, Study, count_steps, expected_seconds
+from whet.compress.quantize.study import (
+    MATRICES,
+    WORK,
+    Amount,
+    Scope,
+    Study,
+    count_steps,
+    expected_seconds,
+    num_points,
+)
 from whet.config import dump_yaml
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.eval.measure import evaluate
@@ -38,6 +49,10 @@ from whet.types import MicroBatch, Problem, Task, UserError
 NO_MODEL = "MODEL"
 TOKEN_BUDGET = 2048
 """Tokens that a pass reads at once."""
+TIMED_TEXTS = 32
+"""Completions that are timed before; one of a few takes longer than one of many."""
+TIMED_TOKENS = 800
+"""Of a pass that is timed before."""
 Completions = Literal["own", "data"]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -71,6 +86,10 @@ class QuantizeConfig:
     """Completions per problem for pass@1."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """How completions are drawn."""
+    work: float = WORK
+    """Multiply-adds that passes over text may take (a token through a matrix takes one for each weight); 1.5e13 is some
+    ten minutes on two CPU cores. Of a model that is too large to measure all within it, KLs are measured on
+    less text, and for one way to store each matrix. More where there is a GPU or a night."""
     random_seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of the random choices of equal bytes."""
     seed: int = 0
@@ -90,6 +109,8 @@ class QuantizeConfig:
             raise ValueError(
                 f"methods = {','.join(self.methods)}: expected rtn among them, which the others are tried against"
             )
+        if not 0 < self.work < math.inf:
+            raise ValueError(f"work = {self.work}: expected multiply-adds above 0, such as 1.5e13")
         if self.policy.quantize != "none":
             raise ValueError("policy.quantize: whet quantize chooses by layer; leave it out")
         if self.sampling.temperature == 0:
@@ -128,31 +149,54 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
     check_folder(folder, resumable=False)
     began = time.monotonic()
 
-    steps = count_steps(model, len(config.methods)) + _num_points(config) + 3 * bool(graded)
+    num_texts = sum(map(len, rows.values()))
+    with open_display(f"quantize {config.policy.init}", num_texts, (), unit="text") as display:
+        display.begin("calibration text")
+        advance = advancing(display)
+        sequences = {split: _sequences(policy, problems, config, advance) for split, problems in rows.items()}
+    if _writes(parts, config):
+        seconds_each = (time.monotonic() - began) / num_texts
+    else:
+        _, seconds_each = _timed(parts, config)
+    plan = _plan(parts, config, sequences, sequences["calibration"], seconds_each)
+    print(f"{config.policy.init}: about {clock(plan.seconds)} from here; {plan.text()}")
+    scope = plan.scope
+    micros = {
+        "calibration": _packed(policy, sequences["calibration"], scope.calibration),
+        "held_out": _packed(policy, sequences["held_out"], scope.held_out),
+    }
+    steps = (
+        count_steps(model, micros["calibration"][0], len(config.methods), scope, len(config.random_seeds))
+        + len(graded) * (config.num_samples + 1) * 3
+    )
     with open_display(f"quantize {config.policy.init}", steps, (), unit="measurement") as display:
         advance = advancing(display)
-        display.begin("calibration text")
-        micros = {split: _micros(policy, problems, config) for split, problems in rows.items()}
-        display.begin("layer by layer")
+
+        def tell(phase: str, detail: Callable[[], str] | None = None) -> None:
+            display.begin(phase, detail)
+            if phase == MATRICES:  # the pace is that of the steps, not of what comes before them
+                display.start(0)
+
         study = Study(
             model,
             micros["calibration"],
             micros["held_out"],
+            sample=None if scope.is_exhaustive else _packed(policy, sequences["calibration"], scope.sample),
             methods=config.methods,
             name=config.policy.init,
             advance=advance,
-            tell=display.begin,
+            tell=tell,
         )
         choice = study.selected(budget)
         display.begin("choices")
         table = study.table(budget, config.random_seeds)
-        front = study.front(config.seed)
+        display.begin("the front of bytes against KL")
+        front = study.front(config.seed, scope.steps)
         answers = {}
         for name, own in (("full", {}), ("all NF4", study.all_nf4()), ("selected", choice)) if graded else ():
             display.begin(f"pass@1, {name}")
             with study.applied(own):
-                answers[name] = _pass_at_1(policy, task, graded, config)
-            advance(1)
+                answers[name] = _pass_at_1(policy, task, graded, config, advance)
     chosen = next(point for point in table if point.name == "selected")
     study.apply(choice)
     # Not earlier: if the long measurement is interrupted, no folder is left behind.
@@ -167,7 +211,10 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
         "fixed_bytes": fixed,
         "full_bytes": fixed + 2 * numbers,
         "perplexity": study.full.perplexity,
-        "held_out_tokens": sum(len(micro.targets_M) for micro in micros["held_out"]),
+        "is_exhaustive": study.is_exhaustive,
+        "calibration_tokens": study.num_compared[0],
+        "held_out_tokens": study.num_compared[1],
+        "expected_seconds": plan.seconds,
         "seconds": time.monotonic() - began,
         "random_seeds": list(config.random_seeds),
         "super_weights": [asdict(one) for one in study.super_weights],
@@ -260,9 +307,82 @@ def _prepare(config: QuantizeConfig) -> _Prepared:
     )
 
 
-def _num_points(config: QuantizeConfig) -> int:
-    """Return how many choices are compared on held-out text: those of the table, and four on each step of the front."""
-    return 6 + len(config.random_seeds) + 4 * len(STEPS)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What will be measured, and how long it will take.
+
+    Attributes:
+        scope: How much.
+        compared: Tokens whose predictions are compared for each matrix, about, and on held-out text.
+        seconds: Until it is done.
+    """
+
+    scope: Scope
+    compared: tuple[int, int]
+    seconds: float
+
+    def text(self) -> str:
+        """Say what is measured."""
+        sample, held_out = self.compared
+        return f"{page.ways_text(self.scope.is_exhaustive, sample)}; choices compared on {held_out:,}"
+
+
+def _plan(
+    parts: _Prepared,
+    config: QuantizeConfig,
+    sequences: Mapping[str, Sequence[TrainingSequence]],
+    timed: Sequence[TrainingSequence],
+    seconds_each: float,
+) -> _Plan:
+    """Time a pass and a layer, and say what fits into the work.
+
+    Args:
+        parts: The model and the rows.
+        config: The configuration.
+        sequences: What the model will read; or some of it, for which all stand.
+        timed: Some of it, which is run.
+        seconds_each: Seconds of a completion; 0 for no pass@1.
+    """
+    model, policy = parts.policy.model, parts.policy
+    amounts = {}
+    for split, problems in parts.rows.items():
+        amount = Amount.of(_packed(policy, sequences[split]))
+        is_part = kind_of(problems[0]) == "solution" and len(sequences[split]) < len(problems)
+        share = len(problems) / len(sequences[split]) if is_part else 1.0
+        amounts[split] = Amount(amount.tokens * share, amount.trained * share)
+    num_seeds, num_methods = len(config.random_seeds), len(config.methods)
+    texts = amounts["calibration"], amounts["held_out"]
+    scope = Scope.of(model, *texts, num_methods, num_seeds, config.work)
+    seconds = expected_seconds(
+        model,
+        _packed(policy, timed, TIMED_TOKENS),
+        *texts,
+        config.methods,
+        scope,
+        num_points(scope.steps, num_seeds),
+    )
+    seconds += seconds_each * len(parts.graded) * (config.num_samples + 1) * 3
+    sample = texts[0].cut(scope.calibration).cut(scope.sample)
+    return _Plan(
+        scope=scope,
+        compared=(round(sample.trained), round(texts[1].cut(scope.held_out).trained)),
+        seconds=seconds,
+    )
+
+
+def _writes(parts: _Prepared, config: QuantizeConfig) -> bool:
+    """Say whether the model writes its own calibration text."""
+    return config.completions == "own" and kind_of(parts.rows["held_out"][0]) == "solution"
+
+
+def _timed(parts: _Prepared, config: QuantizeConfig) -> tuple[list[TrainingSequence], float]:
+    """Let the model write some completions where any will be needed; return them and the seconds of one."""
+    if not (_writes(parts, config) or parts.graded):
+        return [], 0.0
+    problems = (parts.rows["calibration"] if _writes(parts, config) else parts.graded)[:TIMED_TEXTS]
+    began = time.monotonic()
+    sequences = _written(parts.policy, problems, config)
+    return sequences, (time.monotonic() - began) / len(problems)
 
 
 def check(config: QuantizeConfig, resume: bool) -> None:
@@ -274,33 +394,20 @@ def check(config: QuantizeConfig, resume: bool) -> None:
     check_folder(Path(config.out), resumable=False)
     parts = _prepare(config)
     parts.policy.model.eval()
-    writes = config.completions == "own" and kind_of(parts.rows["held_out"][0]) == "solution"
-    micros = [
-        _longest(parts.policy, rows, config) if writes else _micros(parts.policy, rows, config)
-        for rows in parts.rows.values()
-    ]
-    seconds = expected_seconds(parts.policy.model, micros[0], micros[1], config.methods, _num_points(config))
-    left_out = [
-        what
-        for what, is_there in (("the model's own completions", writes), ("pass@1", parts.graded))
-        if is_there
-    ]
-    beside = f", and besides {' and '.join(left_out)}" if left_out else ""
-    most = "at most about" if writes else "about"
+    some, seconds_each = _timed(parts, config)
+    if _writes(parts, config):
+        sequences, seconds = (
+            dict.fromkeys(parts.rows, some),
+            seconds_each * sum(map(len, parts.rows.values())),
+        )
+    else:
+        sequences = {split: _sequences(parts.policy, rows, config) for split, rows in parts.rows.items()}
+        seconds = 0.0
+    plan = _plan(parts, config, sequences, sequences["calibration"], seconds_each)
     print(
-        f"checked: model, task, budget and folder; it would start, and measure for {most} {clock(seconds)} (one layer "
-        f"and one pass, extrapolated){beside}"
+        f"checked: model, task, budget and folder; it would start, and take about {clock(seconds + plan.seconds)} "
+        f"(completions, a layer and a pass timed, the rest extrapolated): {plan.text()}"
     )
-
-
-def _longest(policy: Policy, problems: Sequence[Problem], config: QuantizeConfig) -> list[MicroBatch]:
-    """Return what the model would read if each of its completions were as long as it may be."""
-    sequences = []
-    for problem in problems:
-        prompt = policy.prompt_ids(problem)
-        room = min(config.sampling.max_new_tokens, policy.model.config.max_positions - len(prompt))
-        sequences.append(TrainingSequence(prompt_ids=prompt, completion_ids=prompt[-1:] * room))
-    return list(pack(sequences, token_budget=TOKEN_BUDGET, device=policy.device).micro_batches)
 
 
 def _rows(policy: Policy, task: Task, split: str, count: int, completions: Completions) -> list[Problem]:
@@ -319,30 +426,58 @@ def _rows(policy: Policy, task: Task, split: str, count: int, completions: Compl
     return kept
 
 
-def _micros(policy: Policy, problems: Sequence[Problem], config: QuantizeConfig) -> list[MicroBatch]:
+def _sequences(
+    policy: Policy,
+    problems: Sequence[Problem],
+    config: QuantizeConfig,
+    advance: Callable[[int], None] = lambda count: None,
+) -> list[TrainingSequence]:
     """Return what the model reads: rows as they are, or problems with its own completions."""
     if config.completions == "data" or kind_of(problems[0]) != "solution":
-        sequences = [sequence for problem in problems for sequence in sequences_of(policy, problem)]
-    else:
-        prompts = [policy.prompt_ids(problem) for problem in problems]
-        requests = [
-            Request(prompt_ids=prompt, seeds=(sequence_seed("quantize", config.seed, problem.uid, 0),))
-            for prompt, problem in zip(prompts, problems, strict=True)
-        ]
-        done = policy.engine().generate(requests, config.sampling)
-        sequences = [
-            TrainingSequence(prompt_ids=prompt, completion_ids=one.ids)
-            for prompt, (one,) in zip(prompts, done, strict=True)
-        ]
-    return list(pack(sequences, token_budget=TOKEN_BUDGET, device=policy.device).micro_batches)
+        advance(len(problems))
+        return [sequence for problem in problems for sequence in sequences_of(policy, problem)]
+    return _written(policy, problems, config, advance)
+
+
+def _written(
+    policy: Policy,
+    problems: Sequence[Problem],
+    config: QuantizeConfig,
+    advance: Callable[[int], None] = lambda count: None,
+) -> list[TrainingSequence]:
+    """Return problems with the model's own completions."""
+    prompts = [policy.prompt_ids(problem) for problem in problems]
+    requests = [
+        Request(prompt_ids=prompt, seeds=(sequence_seed("quantize", config.seed, problem.uid, 0),))
+        for prompt, problem in zip(prompts, problems, strict=True)
+    ]
+    done = policy.engine().generate(requests, config.sampling, on_ended=lambda *_: advance(1))
+    return [
+        TrainingSequence(prompt_ids=prompt, completion_ids=one.ids)
+        for prompt, (one,) in zip(prompts, done, strict=True)
+    ]
+
+
+def _packed(
+    policy: Policy, sequences: Sequence[TrainingSequence], most: float = math.inf
+) -> list[MicroBatch]:
+    """Pack the first sequences, at least one, up to so many tokens."""
+    totals = itertools.accumulate(sequence.num_tokens for sequence in sequences)
+    count = sum(total <= most for total in totals)
+    kept = sequences[: max(1, count)]
+    return list(pack(kept, token_budget=TOKEN_BUDGET, device=policy.device).micro_batches)
 
 
 def _pass_at_1(
-    policy: Policy, task: Task, problems: Sequence[Problem], config: QuantizeConfig
+    policy: Policy,
+    task: Task,
+    problems: Sequence[Problem],
+    config: QuantizeConfig,
+    advance: Callable[[int], None],
 ) -> dict[str, Any]:
     """Return pass@1 and greedy accuracy, with their intervals over problems."""
     own = {"num_samples": config.num_samples, "sampling": config.sampling, "seed": config.seed}
-    result = evaluate(policy, task, problems, **own)
+    result = evaluate(policy, task, problems, on_finished=advance, **own)
     return {metric: asdict(result.metrics[metric]) for metric in ("pass@1", "greedy")}
 
 

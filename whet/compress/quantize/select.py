@@ -24,12 +24,15 @@ class Option:
         method: How its codes are found; '' for bf16.
         num_bytes: What it takes.
         cost: What it does to the model: the KL divergence with this matrix alone quantised.
+        is_estimated: Whether the cost was not measured, but is that of NF4 rounded to the nearest, times the ratio of
+            the squared errors of the matrix's outputs.
     """
 
     kind: str
     method: str
     num_bytes: int
     cost: float
+    is_estimated: bool = False
 
 
 Options = Mapping[str, Sequence[Option]]

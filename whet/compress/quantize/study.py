@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -13,22 +15,127 @@ from whet.compress.quantize.measure import (
     Divergence,
     Errors,
     Meter,
+    Pairs,
     SuperWeight,
     find_super_weights,
     gather_inputs,
-    gather_pairs,
     matrix_errors,
     shared_inputs,
 )
-from whet.compress.quantize.methods import Method, gptq, pack, target
+from whet.compress.quantize.methods import Inputs, Method, gptq, pack, squared_outputs, target
 from whet.compress.quantize.select import Choice, Option, knapsack, promoted, shuffled, total
-from whet.model.quant import FULL, KINDS, PackedMatrix, places
+from whet.editing.targets import can_resume
+from whet.model.quant import FULL, KINDS, Kind, PackedMatrix, places
 from whet.model.transformer import LanguageModel
 from whet.types import MicroBatch, UserError
 
 WIDE = "float32 absmax"
 STEPS = (0.0, 0.03, 0.1, 0.2, 0.35, 0.6, 1.0)
 """Shares of the way from all NF4 to all 16 bits at which the front is measured."""
+FEWER_STEPS = (0.0, 0.06, 0.2, 0.5)
+"""Those of a model that is too large to measure all."""
+WORK = 1.5e13
+"""Multiply-adds that passes may take by default: some ten minutes on two CPU cores; rounding comes on top."""
+MATRICES = "matrix by matrix"
+"""Phase in which the steps begin that a study tells of."""
+TRIED = 3
+"""Super weights that are tried, as the time told before has it."""
+LEAST_TOKENS = 512
+"""Of the text that KLs are measured on, whatever the work."""
+
+
+class Amount(NamedTuple):
+    """How much text there is.
+
+    Attributes:
+        tokens: All tokens.
+        trained: Those whose predictions are compared.
+    """
+
+    tokens: float
+    trained: float
+
+    @classmethod
+    def of(cls, micros: Sequence[MicroBatch]) -> Amount:
+        """Count packed sequences."""
+        return cls(sum(len(micro.tokens_N) for micro in micros), sum(len(m.targets_M) for m in micros))
+
+    def cut(self, most: float) -> Amount:
+        """Return what is left of it if it has at most so many tokens."""
+        share = min(1.0, most / max(1, self.tokens))
+        return Amount(self.tokens * share, self.trained * share)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scope:
+    """How much of a model is measured, and on how much text, within some work.
+
+    Attributes:
+        is_exhaustive: Whether the KL of every way to store each matrix is measured, on all calibration text. Else that
+            of NF4 rounded to the nearest is, and those of the other ways are estimated from it.
+        calibration: Tokens, at most, that inputs are gathered and codes found on.
+        sample: Tokens of them, at most, that KLs are measured on.
+        held_out: Tokens, at most, that choices are compared on.
+        steps: Steps of the front.
+    """
+
+    is_exhaustive: bool = True
+    calibration: float = math.inf
+    sample: float = math.inf
+    held_out: float = math.inf
+    steps: tuple[float, ...] = STEPS
+
+    @classmethod
+    def of(
+        cls,
+        model: LanguageModel,
+        calibration: Amount,
+        held_out: Amount,
+        num_methods: int,
+        num_seeds: int,
+        work: float,
+    ) -> Scope:
+        """Return how much of a study fits into some work.
+
+        Args:
+            model: The model.
+            calibration: Text that there is to measure and choose on.
+            held_out: Text that there is to compare choices on.
+            num_methods: Ways to find NF4 codes.
+            num_seeds: Random choices.
+            work: Multiply-adds that passes may take.
+        """
+        own = places(model)
+        weights, head = sum(place.shape.numel() for place in own.values()), model.head_weight.numel()
+        heads = [head * text.trained / max(1, text.tokens) for text in (calibration, held_out)]
+        compare = [weights + per_token for per_token in heads]
+        whole = len(own) * (1 + num_methods) * compare[0] * calibration.tokens
+        whole += num_points(STEPS, num_seeds) * compare[1] * held_out.tokens
+        if whole <= work:
+            return cls()
+        # One way of each matrix, from its layer on, which is half of a pass; inputs, and codes found once more, which
+        # take about as long as 9 passes.
+        tokens = (
+            0.25 * work / (9 * weights),
+            0.55 * work / (len(own) * (weights / 2 + heads[0])),
+            0.2 * work / (num_points(FEWER_STEPS, num_seeds) * compare[1]),
+        )
+        least = [max(LEAST_TOKENS, count) for count in tokens]
+        return cls(
+            is_exhaustive=False,
+            calibration=least[0],
+            sample=least[1],
+            held_out=least[2],
+            steps=FEWER_STEPS,
+        )
+
+
+def num_points(steps: Sequence[float], num_seeds: int) -> int:
+    """Return how many choices are compared on held-out text: those of the table, and those of the front that differ.
+
+    On the front all NF4 is measured already, and in 16 bits all choices are the same.
+    """
+    return 6 + num_seeds + sum(1 if share in (0.0, 1.0) else 4 for share in steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +158,11 @@ class Study:
 
     Args:
         model: The full model; as it was, whenever no choice is applied.
-        calibration: Packed sequences that everything is measured and chosen on.
+        calibration: Packed sequences that inputs are gathered and codes found on.
         held_out: Packed sequences that choices are compared on.
+        sample: A part of the calibration text, of a large model: KLs are measured on it, that of NF4 rounded to the
+            nearest for each matrix, from which those of other ways are estimated (`Option.is_estimated`). None: on all
+            calibration text, for all ways.
         methods: Ways to find NF4 codes that are tried; rtn is among them.
         name: Name of the model, by which published super weights are known.
         advance: Called with 1 for each measurement.
@@ -71,51 +181,86 @@ class Study:
         calibration: Sequence[MicroBatch],
         held_out: Sequence[MicroBatch],
         *,
+        sample: Sequence[MicroBatch] | None = None,
         methods: Sequence[Method] = ("rtn", "gptq", "awq"),
         name: str = "",
         advance: Callable[[int], None] = lambda count: None,
-        tell: Callable[[str, Callable[[], str]], None] = lambda phase, detail: None,
+        tell: Callable[..., None] = lambda phase, detail=None: None,
     ) -> None:
         self.model, self._places = model, places(model)
         self._advance, self._tell = advance, tell
         self._dense = {n: place.weight for n, place in self._places.items()}
         self.numbers = {n: place.shape.numel() for n, place in self._places.items()}
-        self.super_weights = find_super_weights(model, calibration, name=name)
+        self._layer_of = {module: n for n, layer in enumerate(model.layers) for module in layer.modules()}
+        self.is_exhaustive, sample = sample is None, sample or calibration
+        tell("super weights")
+        self.super_weights = find_super_weights(model, sample, name=name)
         self.spots = self._spots(self.super_weights)
-        inputs = gather_inputs(model, calibration)
-        advance(1)
+        read = 0
+        tell("inputs of the matrices", lambda: f"{read} of {len(calibration)} passes")
+
+        def count(more: int) -> None:
+            nonlocal read
+            read += more
+
+        inputs = gather_inputs(model, calibration, count)
         self.errors: dict[str, dict[str, Errors]] = {}
         for kind in KINDS:
-            self.errors[kind] = matrix_errors(model, calibration, inputs, self.spots, kind)
-            advance(1)
+            tell(f"errors of the matrices in {kind}")
+            self.errors[kind] = matrix_errors(model, sample, inputs, self.spots, kind)
 
         self._packs: dict[tuple[str, str, str], list[PackedMatrix]] = {}
         self.options: dict[str, list[Option]] = {}
-        meter = Meter(model, calibration)
-        for n, place in self._places.items():
-            rows = [Option(FULL, "", 2 * self.numbers[n], 0.0)]
-            ways = [("int8", "rtn"), *(("nf4", method) for method in methods)]
+        self._meter = Meter(model, held_out)
+        self._own_meter = Meter(model, sample, resumes=True)
+        others: list[tuple[Kind, Method]] = [("nf4", method) for method in methods if method != "rtn"]
+        ways: list[tuple[Kind, Method]] = [("nf4", "rtn"), ("int8", "rtn"), *others]
+        now = "", "", ""
+        tell(MATRICES, lambda: f"{len(self.options)} of {len(self._places)} done; {' '.join(now)}")
+        for n in self._places:
+            found: dict[tuple[Kind, Method], Option] = {}
+            measured: tuple[float, float] | None = None
             for kind, method in ways:
-                packs = [
-                    pack(
-                        matrix,
-                        kind,  # pyright: ignore[reportArgumentType]
-                        method,  # pyright: ignore[reportArgumentType]
-                        own,
-                        spots=self.spots.get(n),
-                        transposed=place.transposed,
-                    )
-                    for matrix, own in zip(place.matrices(), inputs[n], strict=True)
-                ]
-                self._packs[n, kind, method] = packs
+                now = n, kind, method
+                packs = self._packs[n, kind, method] = self._rounded(n, kind, method, inputs[n])
                 option = Option(kind, method, sum(part.nbytes for part in packs), 0.0)
-                with self.applied({n: option}):
-                    cost = meter.compare().kl
-                rows.append(Option(kind, method, option.num_bytes, cost))
+                error = self._squared_error(n, packs, inputs[n])
+                if measured is None or self.is_exhaustive:
+                    with self.applied({n: option}):
+                        cost = self._own_meter.compare(self._layer_of[self._places[n].owner]).kl
+                    measured = measured or (cost, error)
+                    found[kind, method] = replace(option, cost=cost)
+                else:
+                    cost = measured[0] * error / max(measured[1], 1e-30)
+                    found[kind, method] = replace(option, cost=cost, is_estimated=True)
                 advance(1)
-            self.options[n] = rows
-        self._own_meter, self._meter = meter, Meter(model, held_out)
+            in_nf4 = [option for way, option in found.items() if way[0] == "nf4"]
+            self.options[n] = [Option(FULL, "", 2 * self.numbers[n], 0.0), found["int8", "rtn"], *in_nf4]
         self._calibration, self._refined = calibration, dict[tuple[Option, ...], Choice]()
+        self._groups = shared_inputs(model, calibration[0])
+        self._measured: dict[tuple[Option, ...], Divergence] = {}
+
+    def _rounded(self, name: str, kind: Kind, method: Method, inputs: Sequence[Inputs]) -> list[PackedMatrix]:
+        """Return a matrix, or those of its experts, in few bits."""
+        place = self._places[name]
+        options = {"spots": self.spots.get(name), "transposed": place.transposed}
+        return [
+            pack(matrix, kind, method, own, **options)
+            for matrix, own in zip(place.matrices(), inputs, strict=True)
+        ]
+
+    def _squared_error(self, name: str, packs: Sequence[PackedMatrix], inputs: Sequence[Inputs]) -> float:
+        """Return the squared error of a matrix's outputs, summed over tokens."""
+        place, total = self._places[name], 0.0
+        for matrix, packed, own in zip(place.matrices(), packs, inputs, strict=True):
+            delta = packed.dense(torch.float32) - matrix.float()
+            total += own.tokens * squared_outputs(delta.t() if place.transposed else delta, own.moments)
+        return total
+
+    @property
+    def num_compared(self) -> tuple[int, int]:
+        """Tokens whose predictions are compared: on calibration text, and on held-out text."""
+        return self._own_meter.num_tokens, self._meter.num_tokens
 
     @property
     def floor(self) -> int:
@@ -155,7 +300,7 @@ class Study:
         Each matrix was rounded as if it were the only one. In the model that is quantised whole its inputs are others,
         and it makes up for a part of that, too (`methods.target`). The matrices of experts are left as they are (other
         tokens may be routed to them, so that inputs have no counterpart), and so are transposed ones, which GPTQ does
-        not round.
+        not round. Of a model that is too large to measure all, that is done for one choice; others take its codes.
 
         Args:
             choice: What each matrix gets.
@@ -164,35 +309,46 @@ class Study:
         Returns:
             The choice with the new codes, or as it was if they are worse on the calibration text.
         """
-        found, method = dict(choice), f"gptq, choice {number}"
         wanted = {
             n
             for n, own in choice.items()
             if own.method == "gptq" and not (self._places[n].is_experts or self._places[n].transposed)
         }
-        before: dict[str, Option] = {}  # in the order in which the model runs through them
-        groups, done = shared_inputs(self.model, self._calibration[0]), 0
-        self._tell("codes found once more", lambda: f"{done} of {len(groups)} groups of matrices")
-        for names in groups:
-            group = [n for n in names if n in wanted]
-            if group and before:
-                pairs = gather_pairs(
-                    self.model, self._calibration, group, lambda own=dict(before): self.applied(own)
-                )
-                for n in group:
-                    dense, spots = self._dense[n], self.spots.get(n)
-                    assert dense is not None
-                    aim = target(dense, pairs[n].moments, pairs[n].cross, spots=spots)
-                    packed = gptq(aim, "nf4", pairs[n].moments, spots=spots)
-                    self._packs[n, "nf4", method] = [packed]
-                    found[n] = Option("nf4", method, packed.nbytes, choice[n].cost)
-            before |= {n: found[n] for n in names}
-            done += 1
+        if number and not self.is_exhaustive:
+            method = "gptq, choice 0"
+            again = {n: (n, "nf4", method) for n in wanted if (n, "nf4", method) in self._packs}
+            found = choice | {n: replace(choice[n], method=method) for n in again}
+            self._advance(len(self._groups))
+        else:
+            found = self._found_again(choice, wanted, f"gptq, choice {number}")
         kls = []
         for own in (choice, found):
             with self.applied(own):
                 kls.append(self._own_meter.compare().kl)
         return found if kls[1] < kls[0] else choice
+
+    def _found_again(self, choice: Choice, wanted: set[str], method: str) -> Choice:
+        """Return a choice with new codes of some matrices."""
+        found = dict(choice)
+        before: dict[str, Option] = {}  # in the order in which the model runs through them
+        done, pairs = 0, Pairs(self.model, self._calibration)
+        self._tell("codes found once more", lambda: f"{done} of {len(self._groups)} groups of matrices")
+        for names in self._groups:
+            group = [n for n in names if n in wanted]
+            if group and before:
+                layer = self._layer_of[self._places[group[0]].owner]
+                pair = pairs.gather(group, layer, lambda own=dict(before): self.applied(own))
+                for n in group:
+                    dense, spots = self._dense[n], self.spots.get(n)
+                    assert dense is not None
+                    aim = target(dense, pair[n].moments, pair[n].cross, spots=spots)
+                    packed = gptq(aim, "nf4", pair[n].moments, spots=spots)
+                    self._packs[n, "nf4", method] = [packed]
+                    found[n] = replace(choice[n], method=method, num_bytes=packed.nbytes)
+            before |= {n: found[n] for n in names}
+            done += 1
+            self._advance(1)
+        return found
 
     def _cheapest(self, budget: int) -> Choice:
         """Return the knapsack's choice.
@@ -229,10 +385,12 @@ class Study:
 
     def measure(self, name: str, choice: Choice) -> Point:
         """Try a choice on the held-out text."""
-        with self.applied(choice):
-            found = Point(name=name, num_bytes=total(choice), divergence=self._meter.compare())
-        self._advance(1)
-        return found
+        key = tuple(choice.values())
+        if key not in self._measured:
+            with self.applied(choice):
+                self._measured[key] = self._meter.compare()
+            self._advance(1)
+        return Point(name=name, num_bytes=total(choice), divergence=self._measured[key])
 
     @torch.no_grad()
     def wide_nf4(self) -> Choice:
@@ -253,13 +411,13 @@ class Study:
         rows.append(self.measure("selected", self.selected(budget)))
         return rows + [self.measure(n, choice) for n, choice in self.baselines(budget, seeds).items()]
 
-    def front(self, seed: int) -> list[Point]:
+    def front(self, seed: int, steps: Sequence[float] = STEPS) -> list[Point]:
         """Measure the knapsack's choices and the baselines at budgets from all NF4 to all 16 bits.
 
         Codes are not found once more for each budget: that would take as long as all else.
         """
         found = []
-        for share in STEPS:
+        for share in steps:
             budget = int(self.floor + share * (self.ceiling - self.floor))
             found.append(self.measure("selected", self._cheapest(budget)))
             for name, choice in self.baselines(budget, (seed,)).items():
@@ -299,57 +457,87 @@ class Study:
         return {name: torch.tensor(sorted(rows)) for name, rows in spots.items()}
 
 
-def count_steps(model: LanguageModel, num_methods: int) -> int:
-    """Return how many measurements a study of a model is made of, with so many ways to find NF4 codes."""
-    return 1 + len(KINDS) + len(places(model)) * (1 + num_methods)
+def count_steps(
+    model: LanguageModel, micro: MicroBatch, num_methods: int, scope: Scope, num_seeds: int
+) -> int:
+    """Return how many steps a study of a model tells of: measurements, roundings, and groups of codes found once more.
+
+    Args:
+        model: The model.
+        micro: Packed sequences.
+        num_methods: Ways to find NF4 codes.
+        scope: How much is measured.
+        num_seeds: Random choices.
+    """
+    num_matrices, num_groups = len(places(model)), len(shared_inputs(model, micro))
+    own = num_matrices * (1 + num_methods) + 2 * num_groups
+    return own + num_points(scope.steps, num_seeds)
 
 
 @torch.no_grad()
 def expected_seconds(
     model: LanguageModel,
-    calibration: Sequence[MicroBatch],
-    held_out: Sequence[MicroBatch],
+    part: Sequence[MicroBatch],
+    calibration: Amount,
+    held_out: Amount,
     methods: Sequence[Method],
-    num_points: int,
+    scope: Scope,
+    num_compared: int,
 ) -> float:
     """Return how long a study, its choice at two budgets, and points on held-out text will take.
 
-    One micro-batch is compared and the matrices of one layer are rounded; the rest is extrapolated.
+    Some text is compared and the matrices of one layer are rounded; the rest is extrapolated.
 
     Args:
         model: The full model; it is as before in the end.
-        calibration: Packed sequences that everything will be measured and chosen on.
-        held_out: Packed sequences that choices will be compared on.
+        part: Packed sequences that are run.
+        calibration: Text that everything will be measured and chosen on.
+        held_out: Text that choices will be compared on.
         methods: Ways to find NF4 codes.
-        num_points: Choices that will be compared on held-out text.
+        scope: How much is measured.
+        num_compared: Choices that will be compared on held-out text.
     """
-    part = calibration[:1]
-    meter, inputs = Meter(model, part), gather_inputs(model, part)
+    own, size = places(model), Amount.of(part)
+    meter = Meter(model, part)  # the first pass is slower
     began = time.monotonic()
     hidden = meter.hidden()
-    run = time.monotonic() - began
-    meter.compare(hidden)
-    compare = time.monotonic() - began - run
-    own_places = places(model)
-    names = list(own_places)
-    # A layer's matrices follow each other.
-    chosen = names[len(names) // 2 : len(names) // 2 + max(1, len(names) // len(model.layers))]
-    rounding = 0.0
+    run = (time.monotonic() - began) / size.tokens
+    began = time.monotonic()
+    meter.compare_hidden(hidden)
+    head = (time.monotonic() - began) / size.trained
+    began = time.monotonic()
+    inputs = gather_inputs(model, part)
+    gather = (time.monotonic() - began) / size.tokens
+
+    rounding, dequantising = 0.0, 0.0
+    numbers = {n: place.shape.numel() for n, place in own.items()}
+    inside = set(model.layers[len(model.layers) // 2].modules())
+    chosen = [n for n, place in own.items() if place.owner in inside]
+    # Codes of GPTQ are found once more for the choice at either budget, of a large model for one of them.
+    again = 2 if scope.is_exhaustive else 1
     for n in chosen:
         for method in methods:
             began = time.monotonic()
-            for matrix, own in zip(own_places[n].matrices(), inputs[n], strict=True):
-                pack(matrix, "nf4", method, own, transposed=own_places[n].transposed)
-            # GPTQ's are found twice more, in the model that is quantised at either budget.
-            rounding += (time.monotonic() - began) * (3 if method == "gptq" else 1)
-    numbers = {n: place.shape.numel() for n, place in own_places.items()}
-    rounding *= sum(numbers.values()) / sum(numbers[n] for n in chosen)
-    num_compares = len(names) * (1 + len(methods)) + 4
-    # Inputs, errors of both kinds, super weights; and codes found once more: for each group but the first
-    # both models, half of each, at both budgets.
-    num_groups = len(shared_inputs(model, calibration[0])) - 1
-    num_runs = 6 + 2 * num_groups * ("gptq" in methods)
-    tokens = len(part[0].tokens_N)
-    shares = [sum(len(micro.tokens_N) for micro in micros) / tokens for micros in (calibration, held_out)]
-    on_calibration = num_compares * (run + compare) + num_runs * run
-    return rounding + shares[0] * on_calibration + shares[1] * (num_points + 1) * (run + compare)
+            for matrix, x in zip(own[n].matrices(), inputs[n], strict=True):
+                packed = pack(matrix, "nf4", method, x, transposed=own[n].transposed)
+                if method == "rtn":
+                    dense = time.monotonic()
+                    packed.dense(torch.float32)
+                    dequantising += time.monotonic() - dense
+            rounding += (time.monotonic() - began) * (1 + again if method == "gptq" else 1)
+    parts = sum(numbers.values()) / sum(numbers[n] for n in chosen)
+    rounding, dequantising = rounding * parts, dequantising * parts
+
+    text, compared = calibration.cut(scope.calibration), held_out.cut(scope.held_out)
+    sample = text.cut(scope.sample)
+    num_layers, num_ways, resumes = len(model.layers), 1 + len(methods), can_resume(model)
+    own_share = (num_layers + 1) / (2 * num_layers) if resumes else 1.0  # of a pass, from a matrix's layer on
+    # Of each matrix the KL; the errors of both kinds, with two more products; super weights, as if a few were tried.
+    num_kls = len(own) * (num_ways if scope.is_exhaustive else 1)
+    on_sample = num_kls * (own_share * run * sample.tokens + head * sample.trained)
+    on_sample += (2 * 3 + 2 + 2 * TRIED) * run * sample.tokens + (1 + TRIED) * head * sample.trained
+    # The inputs; and codes found once more: of the four inputs of a layer both models' passes up to them.
+    pairs = 4.4 * run + 2 * (gather - run) if resumes else len(shared_inputs(model, part[0])) * run
+    on_text = (gather + (again * pairs if "gptq" in methods else 0.0)) * text.tokens
+    points = num_compared * (run * compared.tokens + head * compared.trained + dequantising)
+    return rounding + on_sample + on_text + points
