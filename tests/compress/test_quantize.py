@@ -195,6 +195,21 @@ def test_going_over_the_codes_again_leaves_a_smaller_error(
     assert errors[0] > 1.02 * errors[1] > 1.02 * errors[2]
 
 
+def test_awq_finds_its_scales_on_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(256, 64, generator=generator)
+    x = torch.randn(300, 64, generator=generator) * torch.logspace(-1, 1, 64)
+    inputs, errors, tried = methods.Inputs(x.t() @ x / 300, x.abs().mean(0)), [], []
+    real = methods.squared_outputs
+    monkeypatch.setattr(methods, "squared_outputs", lambda w, m: tried.append(len(w)) or real(w, m))
+    for rows in (32, 256):
+        monkeypatch.setattr(methods, "SCALE_ROWS", rows)
+        dense = methods.pack(weight, "nf4", "awq", inputs).dense(torch.float32)
+        errors.append(real(dense - weight, inputs.moments))
+    assert tried == [32] * methods.GRID + [256] * methods.GRID
+    assert errors[0] < 1.03 * errors[1]
+
+
 def test_gptq_by_blocks_of_columns_is_gptq_column_by_column(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks only put off the products. Float32 rounds them elsewhere, which may turn a code here and there."""
     generator = torch.Generator().manual_seed(2)
