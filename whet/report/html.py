@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ from whet.types import UserError
 SCRIPTS = ("uplot.js", "charts.js", "browser.js", "report.js")
 STYLES = ("uplot.css", "charts.css", "browser.css", "bars.css", "report.css")
 MAX_PARTS = 16
+CHAPTERS = "chapters.json"
+"""What stands on the page of a folder between its stages and its runs."""
 OPEN_FIRST = ("rl", "dpo", "rft", "sft")
 """Kinds of runs of which the page of several opens one: where learning is seen."""
 
@@ -158,9 +161,23 @@ def build_page(
         styles=STYLES,
         parts=views,
         overview=overview(parts),
+        chapters=_chapters(folder),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
     return page, num_shown
+
+
+def _chapters(folder: Path) -> list[dict[str, Any]]:
+    """Return what `whet demo --real` tells besides: title, text, head, rows, talks and note of each chapter."""
+    try:
+        found = json.loads((folder / CHAPTERS).read_text(encoding="utf-8"))
+        return [
+            {"head": [], "rows": [], "talks": [], "note": "", "text": "", **one}
+            for one in found
+            if isinstance(one.get("title"), str)
+        ]
+    except (OSError, ValueError, TypeError, AttributeError):
+        return []
 
 
 def _speller(part: Part) -> Callable[[int], str] | None:

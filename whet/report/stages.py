@@ -15,7 +15,7 @@ from whet.telemetry.log import as_number
 ORDER = ("base", "sft", "rft", "dpo", "rl")
 """Labels of stages in the order in which a model goes through them; others follow, oldest first."""
 
-NOUNS = {"arithmetic": "sums", "matrices": "coloured matrices"}
+NOUNS = {"arithmetic": "sums", "matrices": "coloured matrices", "words": "word problems"}
 """Task -> what its problems are called."""
 
 PADS = {"arithmetic": "the scratch-pad", "matrices": "the scratch-pad"}
@@ -23,6 +23,9 @@ PADS = {"arithmetic": "the scratch-pad", "matrices": "the scratch-pad"}
 
 BLIND = {"blank": "white images", "swapped": "another problem's image"}
 """What was shown instead of a problem's images -> in words."""
+
+BESIDE = "beside"
+"""In an evaluation's identity: that it is no stage of learning, and the words before how much is right there."""
 
 EVERY_TIME, ALMOST_EVERY_TIME = 0.995, 0.95
 
@@ -69,7 +72,7 @@ def overview(parts: Sequence[Part]) -> dict[str, Any] | None:
     if len(found) < 2:
         return None
     # With other images than the problems' own it is no stage of learning, but shows what the last one rests on.
-    real = [part for part in found if not _shown(part)]
+    real = [part for part in found if not _shown(part) and not _beside(part)]
     steps = [stage for part in real if (stage := _stage(part)) is not None]
     blind = [(stage, _shown(part)) for part in found if _shown(part) and (stage := _stage(part)) is not None]
     tables = [{row[1]: row[2:] for row in estimates(part.evaluation)} for part in found]
@@ -79,6 +82,10 @@ def overview(parts: Sequence[Part]) -> dict[str, Any] | None:
         headline, evidence = tell(steps, real[0].evaluation)
         for stage, what in blind:
             evidence += f" With {BLIND.get(what, what)} {_percent(stage.right.mean)} % are right."
+        for part in found:
+            if (words := _beside(part)) and (stage := _stage(part)) is not None:
+                evidence += f" {words} {_percent(stage.right.mean)} % right."
+        evidence = evidence.strip()
     return {
         "headline": headline,
         "evidence": evidence,
@@ -237,6 +244,11 @@ def _identity(evaluation: Mapping[str, Any]) -> Mapping[str, Any]:
 def _shown(part: Part) -> str:
     """Return what stood in place of the problems' images; '' for their own."""
     return str(_identity(part.evaluation).get("images") or "")
+
+
+def _beside(part: Part) -> str:
+    """Return the words for an evaluation that is no stage of learning; '' for a stage."""
+    return str(_identity(part.evaluation).get(BESIDE) or "")
 
 
 def _task(evaluation: Mapping[str, Any]) -> str:
