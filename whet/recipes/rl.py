@@ -336,7 +336,7 @@ def smollm2_words() -> RLConfig:
     """GRPO on word problems from SmolLM2-135M-Instruct as it is: no fine-tuning, right answers pay (ten minutes)."""
     return RLConfig(
         out="runs/smollm2-words-rl",
-        policy=PolicyConfig(init="smollm2", max_rows=64),
+        policy=PolicyConfig(init="smollm2", schema="anywhere", max_rows=64),
         task=TaskConfig(name="words", level=1),
         rewards={"correct": 1.0},
         # Warmer, most of what so small a model writes is wrong; longer, it is the same sentence again.
