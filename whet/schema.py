@@ -495,6 +495,14 @@ SCHEMAS: dict[str, ResponseSchema] = {
     "r1": ResponseSchema(answer_place="boxed", instruction=STEP_BY_STEP, instruction_in="user"),
     # Qwen2.5-Math's prompt: for instruct models as they are.
     "boxed": ResponseSchema(think_open="", think_close="", answer_place="boxed", instruction=STEP_BY_STEP),
+    # The same request, for models that may not know a box: an answer elsewhere counts, too.
+    "step_by_step": ResponseSchema(
+        think_open="",
+        think_close="",
+        answer_place="boxed",
+        fallback="anywhere",
+        instruction=STEP_BY_STEP,
+    ),
     "hashes": ResponseSchema(think_open="", think_close="", answer_place="hashes"),
     "gpt_oss": ResponseSchema(
         think_open="<|channel|>analysis<|message|>",

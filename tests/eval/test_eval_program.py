@@ -83,7 +83,7 @@ def test_several_tasks_in_one_command(
     assert again == content
 
 
-@pytest.mark.parametrize("answer_from", ["schema", "anywhere"])
+@pytest.mark.parametrize("answer_from", ["schema", "anywhere", "fallback"])
 def test_a_strict_number_stands_beside_what_is_right_read_anywhere(
     answer_from: Any,
     tiny_policy: PolicyConfig,
@@ -103,13 +103,25 @@ def test_a_strict_number_stands_beside_what_is_right_read_anywhere(
         return [[done(p, index) for index in range(len(row))] for p, row in zip(problems, seeds, strict=True)]
 
     monkeypatch.setattr("whet.eval.measure.play", play)
-    main(make_config(tiny_policy, tmp_path / "out", answer_from=answer_from))
+    policy = tiny_policy
+    if answer_from == "fallback":
+        (tmp_path / "own.yaml").write_text(
+            "preset: think_answer\nfallback: anywhere\nopening_in_prompt: false\n"
+        )
+        policy, answer_from = replace(tiny_policy, schema=str(tmp_path / "own.yaml")), "schema"
+    main(make_config(policy, tmp_path / "out", answer_from=answer_from))
     summary, shown = json.loads((tmp_path / "out" / "eval.json").read_text()), capsys.readouterr().out
     means = {name: summary["metrics"][name]["mean"] for name in ("pass@1", "greedy")}
-    assert "prompts: the bare question, schema think_answer; answers are read between <answer>" in shown
-    if answer_from == "anywhere":
+    assert "prompts: the bare question, schema " in shown
+    assert "; answers are read between <answer>" in shown
+    if answer_from == "anywhere" or policy is not tiny_policy:
         assert means == {"pass@1": 0.5, "greedy": 1.0}
         assert "read_anywhere" not in summary
+        assert {name: row["mean"] for name, row in summary["read_strictly"].items()} == {
+            "pass@1": 0.0,
+            "greedy": 0.0,
+        }
+        assert "strictly, of answers in the schema's place alone: pass@1 0.0 %" in shown
         return
     assert means == {"pass@1": 0.0, "greedy": 0.0}
     assert {name: row["mean"] for name, row in summary["read_anywhere"].items()} == {

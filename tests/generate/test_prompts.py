@@ -20,8 +20,9 @@ from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
 from whet.model.weights import build_model, save_model
 from whet.rewards.base import build_rewards
-from whet.schema import SCHEMAS
+from whet.schema import SCHEMAS, STEP_BY_STEP
 from whet.tasks.base import answers_of
+from whet.tasks.gsm8k import GSM8K
 from whet.tasks.made.arithmetic import Arithmetic
 from whet.train.session import written_date
 from whet.types import Problem, UserError
@@ -261,7 +262,48 @@ def test_a_chat_model_that_knows_no_tags_is_asked_plainly_and_read_anywhere(
     again = load_policy(PolicyConfig(init=str(tmp_path / "saved")), seed=0)
     again.expect(*answers_of(task))
     assert again.protocol() == policy.protocol()
-    assert not again.is_default
+    assert again.is_default == (schema == "inherit")
+    assert again.describe_prompts() == policy.describe_prompts()
+
+
+@pytest.mark.parametrize("trained_on", ["rows", "published"])
+def test_a_published_data_set_is_asked_with_an_instruction_of_base_and_run_alike(
+    tmp_path: Path, trained_on: str
+) -> None:
+    """Nobody chose a schema: the task decides, whatever task the run was trained on."""
+    folder, rows, published = folder_of(tmp_path / "hub", CHATML), Arithmetic(), GSM8K("openai/gsm8k")
+    base = load_policy(PolicyConfig(init=str(folder)), seed=0)
+    base.expect(*answers_of(published if trained_on == "published" else rows))
+    base.save(tmp_path / "run")
+    run = load_policy(PolicyConfig(init=str(tmp_path / "run")), seed=0)
+    for task, name in ((published, "step_by_step"), (rows, "anywhere")):
+        for policy in (base, run):
+            policy.expect(*answers_of(task))
+            assert policy.schema == SCHEMAS[name]
+            assert (STEP_BY_STEP in policy.chat_text(USER)) == (task is published)
+        assert base.protocol() == run.protocol()
+    base.expect(*answers_of(published))
+    told = (
+        "schema step_by_step, the default for it on a published data set; answers are read in \\boxed{}, else"
+    )
+    assert told in base.describe_prompts()
+    (correct,) = build_rewards({"correct": 1.0}, base.schema, published)
+    texts = {
+        "So he has \\boxed{18}, not 17.": 1.0,
+        "So he has 18.": 1.0,
+        "So he has \\boxed{17} and 18.": 0.0,
+    }
+    for text, paid in texts.items():
+        assert correct.function is not None
+        assert correct.function(SAID, text) == paid
+    # What the user says is not changed, and programs are no text with a box in it.
+    for given in ({"schema": "anywhere"}, {"system_prompt": "Be brief."}):
+        own = load_policy(PolicyConfig(init=str(tmp_path / "run"), **given), seed=0)  # type: ignore[arg-type]
+        own.expect(*answers_of(published))
+        assert own.schema.answer_place == "anywhere"
+        assert STEP_BY_STEP not in own.chat_text(USER)
+    run.expect("program")
+    assert run.schema.answer_place == "whole"
 
 
 @pytest.mark.parametrize(("schema", "type_"), [("inherit", "program"), ("none", "program"), ("none", "text")])

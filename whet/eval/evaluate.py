@@ -15,7 +15,7 @@ import torch
 
 from whet.config import align, closest, dump_yaml, read_yaml, user_path
 from whet.eval.chess.games import GamesConfig, Player, check_opponents, measure_games, metric_names
-from whet.eval.grade import AnswerFrom, right_anywhere
+from whet.eval.grade import AnswerFrom, right_anywhere, right_in_place
 from whet.eval.measure import Chunk, EvalResult, evaluate, total_work
 from whet.eval.metrics import headline_names
 from whet.eval.progress import read_finished, save_chunk, start_progress
@@ -542,23 +542,27 @@ def _run(policy: Policy, job: _Job, model: dict[str, Any]) -> dict[str, Any]:
         model=model,
         measures=own,
         details=details,
-        read_anywhere=_read_anywhere(policy, job, result),
+        beside=_read_otherwise(policy, job, result),
     )
     _report(folder, summary, result)
     (folder / PROGRESS).unlink()
     return summary
 
 
-def _read_anywhere(policy: Policy, job: _Job, result: EvalResult) -> dict[str, Interval]:
-    """Return what is right where answers count wherever they stand, beside a number that is strict; else {}."""
-    if job.config.answer_from != "schema" or policy.schema.answer_place in ("anywhere", "whole"):
+def _read_otherwise(policy: Policy, job: _Job, result: EvalResult) -> dict[str, dict[str, Interval]]:
+    """Return what is right by the other way to read answers: in the schema's place alone (`read_strictly`) where they
+    count elsewhere, too, and wherever they stand (`read_anywhere`) where they do not; {} without such a place."""
+    if policy.schema.answer_place in ("anywhere", "whole"):
         return {}
-    sampled = right_anywhere(policy, job.task, result.problems, result.samples)
-    greedy = right_anywhere(policy, job.task, result.problems, [[done] for done in result.greedy])
-    return {
-        "pass@1": share_interval([sum(row) / len(row) for row in sampled]),
-        "greedy": share_interval([float(is_right) for (is_right,) in greedy]),
-    }
+    rows = [*result.samples, *([done] for done in result.greedy)]
+    if job.config.answer_from == "schema" and policy.schema.fallback == "none":
+        name = "read_anywhere"
+        right = right_anywhere(policy, job.task, [*result.problems, *result.problems], rows)
+    else:
+        name, right = "read_strictly", right_in_place(policy, rows)
+    shares = [sum(row) / len(row) for row in right]
+    count = len(result.samples)
+    return {name: {"pass@1": share_interval(shares[:count]), "greedy": share_interval(shares[count:])}}
 
 
 def _own_measures(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from whet.eval.confidence import Confidence
@@ -152,6 +152,14 @@ def right_anywhere(
     for (place, index), graded in zip(missing, grades, strict=True):
         right[place][index] = graded.is_correct
     return right
+
+
+def right_in_place(policy: Policy, rows: Sequence[Sequence[Judged]]) -> list[list[bool]]:
+    """Say which graded completions are right by an answer in the schema's place alone."""
+    strict = replace(policy.schema, fallback="none")
+    return [
+        [done.grade.is_correct and strict.parse(done.text).answer is not None for done in row] for row in rows
+    ]
 
 
 def _has_ended(policy: Policy, text: str, ids: Sequence[int]) -> bool:

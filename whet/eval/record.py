@@ -238,22 +238,25 @@ def write_summary(
     model: Mapping[str, Any] | None = None,
     measures: Mapping[str, Interval] | None = None,
     details: Mapping[str, Any] | None = None,
-    read_anywhere: Mapping[str, Interval] | None = None,
+    beside: Mapping[str, Mapping[str, Interval]] | None = None,
 ) -> dict[str, Any]:
     """Write only eval.json, atomically, and return its content; arguments as in `write_result`.
 
     Args:
         measures: Metrics that are the task's own: their means stand at the top of the file, too.
         details: What these are made of.
-        read_anywhere: What is right where answers count wherever they stand, beside strict metrics of these names.
+        beside: Metrics of these names by the other way to read answers: `read_strictly` or `read_anywhere`.
     """
-    found = {name: asdict(interval) for name, interval in (read_anywhere or {}).items()}
+    found = {
+        way: {name: asdict(interval) for name, interval in shares.items()}
+        for way, shares in (beside or {}).items()
+    }
     content = {
         "label": label,
         **{name: interval.mean for name, interval in (measures or {}).items()},
         **({"measures": list(measures), "details": dict(details or {})} if measures else {}),
         **summarise(result.problems, result.samples, result.metrics, seed=result.seed),
-        **({"read_anywhere": found} if found else {}),
+        **found,
         "seconds": round(result.seconds, 2),
         **show_work(result.work),
         "model": dict(model) if model else None,

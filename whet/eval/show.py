@@ -15,6 +15,11 @@ from whet.stats import Interval
 # Plots of one evaluation: pass@k over k, and the lengths of right and wrong completions.
 
 BINS = 30
+READINGS = {
+    "read_strictly": "strictly, of answers in the schema's place alone: {}",
+    "read_anywhere": "read anywhere in the completions: {} (--answer-from anywhere counts so)",
+}
+"""Names in eval.json of the other ways to read answers, and their line."""
 
 
 def draw_evaluation(
@@ -170,7 +175,7 @@ def describe(summary: Mapping[str, Any]) -> list[str]:
     }
     lines = [
         *tell_measures(summary),
-        *_tell_anywhere(summary),
+        *_tell_otherwise(summary),
         ", ".join(f"{name} {100 * mean:.1f} %" for name, mean in others.items()),
     ]
     if count > 1:
@@ -194,16 +199,21 @@ def describe(summary: Mapping[str, Any]) -> list[str]:
     return [*lines, summary["remark"]] if summary["remark"] else lines
 
 
-def _tell_anywhere(summary: Mapping[str, Any]) -> list[str]:
-    """Return a line about what a strict number leaves out, if it leaves anything out."""
-    found = summary.get("read_anywhere") or {}
-    if all(row["mean"] == summary["metrics"][name]["mean"] for name, row in found.items()):
-        return []
-    shares = (
-        f"{name} {100 * row['mean']:.1f} % ({100 * row['low']:.1f} to {100 * row['high']:.1f})"
-        for name, row in found.items()
-    )
-    return [f"read anywhere in the completions: {', '.join(shares)} (--answer-from anywhere counts so)"]
+def _tell_otherwise(summary: Mapping[str, Any]) -> list[str]:
+    """Return a line about the other way to read answers: always of the strict one, of a generous one if it differs."""
+    lines = []
+    for way, words in READINGS.items():
+        found = summary.get(way) or {}
+        if way == "read_anywhere" and all(
+            row["mean"] == summary["metrics"][name]["mean"] for name, row in found.items()
+        ):
+            continue
+        shares = (
+            f"{name} {100 * row['mean']:.1f} % ({100 * row['low']:.1f} to {100 * row['high']:.1f})"
+            for name, row in found.items()
+        )
+        lines += [words.format(", ".join(shares))] if found else []
+    return lines
 
 
 def _points(row: Mapping[str, float]) -> str:

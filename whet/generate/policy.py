@@ -181,7 +181,7 @@ class Policy:
         schema: How a response is asked for and read.
         task_schema: That of tasks with answers; another one where the policy was loaded for plain chats.
         is_plain: Whether it was loaded for plain chats, and neither config nor folder names a schema.
-        is_default: Whether neither config nor folder names the schema: the template decides.
+        is_default: Whether neither config nor folder names the schema: the template and the task decide.
         system_prompt: Whether prompts start with the schema's system message.
         attention: Attention kernel for sampling and training.
         max_rows: Sequences decoded together.
@@ -224,6 +224,7 @@ class Policy:
         self.model = model
         self.tokenizer = tokenizer
         self.schema = self._given = schema
+        self._is_asked = False
         self.task_schema = task_schema or schema
         self.is_plain = task_schema is not None
         self.is_default = is_default
@@ -254,24 +255,29 @@ class Policy:
         """The model's device."""
         return self.model.head_weight.device
 
-    def expect(self, answer_type: AnswerType, needs_gold: bool = True) -> None:
+    def expect(self, answer_type: AnswerType, needs_gold: bool = True, is_published: bool = False) -> None:
         """Adapt the schema to a task's answers.
 
         The instruction names their type. Where the schema has no place for them (`none`), a chat model's answer is read
         wherever it stands; the whole text is the answer of programs, and of tasks that judge without a gold answer. A
-        schema that nobody chose gives way to `none` where the task's answers do not fit into it.
+        schema that nobody chose gives way to `none` where the task's answers do not fit into it, and a plain chat to
+        `step_by_step` on a published data set: its numbers elsewhere are of models that were given an instruction.
 
         Args:
             answer_type: Their type.
             needs_gold: Whether the task compares them with gold answers.
+            is_published: Whether the task is a published data set.
 
         Raises:
             UserError: If the schema has no place for such an answer.
         """
         is_whole = answer_type == "program" or not needs_gold
-        given = self._given
+        given, self._is_asked = self._given, False
         if self.is_default and is_whole and given.answer_place in (*MARKS, "anywhere"):
             given = SCHEMAS["none"]
+        elif self.is_default and not is_whole and _is_untaught(given) and not is_own(self.tokenizer):
+            self._is_asked = is_published and not given.system
+            given = replace(SCHEMAS["step_by_step" if self._is_asked else "anywhere"], system=given.system)
         place = given.answer_place
         if place == "whole" and not is_whole and not is_own(self.tokenizer):
             place = "anywhere"
@@ -294,9 +300,11 @@ class Policy:
         }
         template = own.get(self.tokenizer.chat_template, "the model's chat template")
         place, where = self.schema.answer_place, self.where_read()
+        is_read_anywhere = is_read_anywhere or self.schema.fallback == "anywhere"
         if is_read_anywhere and place != "anywhere":
             where = EVERYWHERE if place == "whole" else f"{where}, else {EVERYWHERE}"
-        chosen = ", the default for it" if self.is_default else ""
+        on = " on a published data set" if self._is_asked else ""
+        chosen = f", the default for it{on}" if self.is_default else ""
         return f"prompts: {template}, schema {self._schema_name()}{chosen}; answers are read {where}"
 
     def where_read(self) -> str:
@@ -735,6 +743,8 @@ class Policy:
         facts = self.protocol()
         if self.is_plain:
             del facts["schema"]  # nobody chose it: what comes next takes its own default, as from a hub model
+        elif self.is_default:
+            facts["is_default"] = True  # chats are asked as it was trained; each task by its own rule
         (folder / "protocol.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
@@ -941,7 +951,7 @@ class _Prompting:
         tokenizer: Its tokenizer, with the template.
         schema: How a response is asked for and read.
         task_schema: That of tasks with answers, where it is another one.
-        is_default: Whether neither config nor folder names it.
+        is_default: Whether neither config nor folder names it; a folder may hold the default of its training.
         system_prompt: Whether prompts start with the schema's system message.
         max_image_tokens: Tokens of an image, at most; 0 for the model's own limit.
     """
@@ -979,7 +989,7 @@ def _prompting(
         tokenizer,
         schema,
         task_schema if is_plain else None,
-        chosen is None,
+        chosen is None or (config.schema == INHERIT and stored is not None and stored.is_default),
         _has_system(config, stored, tokenizer),
         config.max_image_tokens or (stored.max_image_tokens if stored is not None else 0),
     )
@@ -1007,6 +1017,7 @@ class _Stored:
     date: str
     prompt_bos: bool
     max_image_tokens: int
+    is_default: bool
 
 
 def _stored(folder: Path | None) -> _Stored | None:
@@ -1025,6 +1036,7 @@ def _stored(folder: Path | None) -> _Stored | None:
             facts.get("date", ""),
             facts.get("prompt_bos", True),
             facts.get("max_image_tokens", 0),
+            facts.get("is_default") is True,
         )
         if not isinstance(stored.template, str) or not isinstance(stored.system_prompt, bool):
             raise TypeError("template must be text, system_prompt true or false")
@@ -1046,6 +1058,10 @@ def _chosen_schema(config: PolicyConfig, stored: _Stored | None) -> ResponseSche
     return stored.schema if stored is not None else None
 
 
+UNTAUGHT = ("anywhere", "step_by_step", "none")
+"""Schemas of models that were never trained to one, by task: own rows, published data sets, programs."""
+
+
 def _default_schema(tokenizer: Tokenizer) -> ResponseSchema:
     """Return the schema of tasks with answers for a model that comes without a protocol, by its template's cue."""
     ending = "" if is_own(tokenizer) else tokenizer.ending().rstrip()
@@ -1057,6 +1073,12 @@ def _default_schema(tokenizer: Tokenizer) -> ResponseSchema:
     # template alone asks 24 are right; asked for a box 18, at greater length and none in a box; asked for tags 6 of 50.
     has_thinking = is_own(tokenizer) or THINK[1] in (tokenizer.chat_template or "")
     return SCHEMAS["think_answer" if has_thinking else "anywhere"]
+
+
+def _is_untaught(schema: ResponseSchema) -> bool:
+    """Say whether a default is one that a chat model gets which knows no format."""
+    places = {(SCHEMAS[name].answer_place, SCHEMAS[name].fallback) for name in UNTAUGHT}
+    return not schema.tags and not schema.tools and (schema.answer_place, schema.fallback) in places
 
 
 def _plain_schema(tokenizer: Tokenizer) -> ResponseSchema:

@@ -428,12 +428,12 @@ def answer_type_of(task: Task) -> AnswerType:
     return getattr(task, "answer_type", "number")
 
 
-def answers_of(task: Task) -> tuple[AnswerType, bool]:
-    """Return a task's type of answer, and whether it compares answers with gold ones (any part of a mixture): what
-    `Policy.expect` takes."""
-    return answer_type_of(task), any(
-        getattr(part, "needs_gold", True) for part in tasks_inside(task).values()
-    )
+def answers_of(task: Task) -> tuple[AnswerType, bool, bool]:
+    """Return a task's type of answer, whether it compares answers with gold ones (any part of a mixture), and whether
+    it is a published data set (all parts): what `Policy.expect` takes."""
+    parts = tasks_inside(task).values()
+    needs_gold = any(getattr(part, "needs_gold", True) for part in parts)
+    return answer_type_of(task), needs_gold, all(getattr(part, "is_published", False) for part in parts)
 
 
 def tasks_inside(task: Task) -> dict[str | None, Task]:

@@ -21,11 +21,13 @@ class GSM8K:
 
     Attributes:
         name: 'gsm8k'.
+        is_published: True: models that know no format are given an instruction.
         bad_rows: Rows skipped so far.
         num_repeated: Repeated problems so far; they are kept.
     """
 
     name = "gsm8k"
+    is_published = True
 
     def __init__(
         self, path: str | Path = "", *, keep_calculator: bool = False, max_bad_rows: int = 0

@@ -59,6 +59,7 @@ class Jsonl:
     Attributes:
         name: 'jsonl', or the name of the data set.
         answer_type: 'text', or what the answers of a data set with a name are.
+        is_published: Whether it is a data set with a name.
         bad_rows: Rows skipped so far.
         num_duplicates: Repeated rows dropped so far.
         divided: How the rows of one file or split were divided; '' before, and for other data.
@@ -128,6 +129,7 @@ class Jsonl:
             self._columns = {
                 option: given or getattr(self._known, option) for option, given in self._columns.items()
             }
+        self.is_published = self._known is not None
         self.answer_type: AnswerType = self._known.answer_type if self._known is not None else "text"
         self._config, self._split = config, split
         self._image_root = image_root

@@ -28,12 +28,14 @@ class MATH:
 
     Attributes:
         name: 'math'.
+        is_published: True: models that know no format are given an instruction.
         answer_type: 'text': LaTeX of any kind.
         bad_rows: Rows skipped so far; those without a gold answer do not count towards the limit.
         num_repeated: Repeated problems so far; they are kept.
     """
 
     name = "math"
+    is_published = True
     answer_type: AnswerType = "text"
 
     def __init__(self, path: str | Path = "", *, max_bad_rows: int = 0) -> None:

@@ -21,7 +21,7 @@ from whet.ranks.collectives import all_reduce_sum, shard, sum_gradients
 from whet.ranks.context import Sharing, sharing
 from whet.ranks.fsdp import ParallelConfig, gathered
 from whet.storage.checkpoint import Resume
-from whet.tasks.base import TaskConfig, answer_type_of, load_task, told_of
+from whet.tasks.base import TaskConfig, answers_of, load_task, told_of
 from whet.tasks.tools import environment_for
 from whet.telemetry.spans import span
 from whet.telemetry.trackers import TrackConfig
@@ -138,7 +138,8 @@ def load_sft(config: SFTConfig, *, weights: bool = True) -> tuple[Policy, Task, 
     problems = rows_of(config, task)
     plain = all(kind_of(problem) != "solution" for problem in problems)
     policy = load_trained(config, plain=plain, weights=weights)
-    policy.expect(answer_type_of(task), needs_gold=not plain)
+    answer_type, _, is_published = answers_of(task)
+    policy.expect(answer_type, needs_gold=not plain, is_published=is_published)
     check_rules(config, task, problems)
     return policy, task, problems
 
