@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import whet
+from whet import api
 from whet.api import _made, _written_reward
 from whet.generate.engine import Request
 from whet.generate.policy import PolicyConfig, load_policy
@@ -316,6 +317,29 @@ def test_mistakes_are_told_in_one_line(name: str, folder: Path, tmp_path: Path) 
         act(folder, tmp_path / "run")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_messages_name_arguments_as_python_has_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for said, told in {
+        "warning: fix or --task.max-bad-rows 1": "warning: fix or max_bad_rows=1",
+        "--task.held-out 0.2 takes more": "held_out=0.2 takes more",
+        "set --optim.warmup-steps 0": "set warmup_steps=0",
+        "--algo.uninformative refill samples others": "algo={'uninformative': 'refill'} samples others",
+        "--policy.schema anywhere asks for no format": "schema='anywhere' asks for no format",
+        "or --preflight warn)": "or preflight='warn')",
+        "raise --sampling.max-new-tokens": "raise max_new_tokens=...",
+        "safe: --optim.token-budget 512 --policy.max-rows 8": "safe: token_budget=512 max_rows=8",
+    }.items():
+        assert api.python_words(said) == told
+    with api._printing(True):
+        print("whet: warning: set --optim.warmup-steps 0")
+        print("more steps: whet rl a --resume --num-steps 4")
+        print("warning: set --optim.warmup-steps 0", file=sys.stderr)
+    out, err = capsys.readouterr()
+    assert out == "whet: warning: set warmup_steps=0\nmore steps: whet rl a --resume --num-steps 4\n"
+    assert err == "warning: set warmup_steps=0\n"
 
 
 def test_an_evaluation_leaves_the_policy_as_it_was(folder: Path) -> None:

@@ -24,7 +24,7 @@ import signal
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +40,7 @@ from whet.compress.quantize import quantize as quantizing
 from whet.config import (
     cache_folder,
     closest,
+    counted,
     dump_yaml,
     from_dict,
     groups,
@@ -68,9 +69,10 @@ from whet.model.lora.files import find_model, find_models, named_adapters
 from whet.model.lora.merge import Method
 from whet.model.steering import Steering
 from whet.recipes.rl import ALGORITHMS
+from whet.recipes.suited import suited, token_limit
 from whet.rewards.base import OwnReward, own_name
 from whet.sandbox.graders.shipping import ship_function
-from whet.schema import ResponseSchema
+from whet.schema import SCHEMAS, ResponseSchema
 from whet.stats import Interval
 from whet.tasks import base as tasks
 from whet.tasks.base import TaskConfig, answers_of, check_gold, load_task
@@ -94,29 +96,47 @@ from whet.train.sft import SFTConfig
 from whet.types import Group, Problem, UserError
 
 C = TypeVar("C")
+Trained = TypeVar("Trained", RLConfig, SFTConfig)
 Messages = Sequence[Mapping[str, Any]]
 Rows = Iterable[Mapping[str, Any]]
 
 
+def python_words(text: str) -> str:
+    """Return a message with its options as arguments of Python: `max_bad_rows=1` in place of `--task.max-bad-rows 1`,
+    and `algo={'uninformative': 'refill'}` where the field is one of a group that is given whole."""
+
+    def argument(match: re.Match[str]) -> str:
+        *outer, name = match[1].replace("-", "_").split(".")
+        after = match[2] or ""
+        is_value = bool(after) and (after.strip()[0].isdigit() or after.strip() in _VALUES)
+        value, rest = (after.strip(), "") if is_value else ("...", after)
+        value = repr(value) if is_value and not value[0].isdigit() else value
+        value = {"resume": "True", "preflight": "'warn'"}.get(name, value)
+        alone = not outer or outer[-1] in (*LOOSE, "task", "policy") or name in ("resume", "preflight")
+        return (f"{name}={value}" if alone else f"{outer[-1]}={{{name!r}: {value}}}") + rest
+
+    text = text.replace("--preflight warn", "--preflight")
+    return re.sub(r"(?<![\w-])--((?:[a-z][\w-]*\.)*[a-z][\w-]*)( \d[\d.]*\d|\ \d| [a-z_]+)?", argument, text)
+
+
+_VALUES = frozenset(
+    {*SCHEMAS, "refill", "drop", "keep", "soft", "hard", "true", "false", "all", "warn", "off", "auto"}
+)
+"""Words that stand after an option in messages as its value."""
+
+
 @contextmanager
 def _python_words(*, file: str | None = None) -> Iterator[None]:
-    """Let errors name arguments as Python has them: `max_bad_rows=1` in place of `--task.max-bad-rows 1`.
+    """Let errors name arguments as Python has them.
 
     Args:
         file: A file of ours that holds what the caller gave as rows.
     """
-
-    def argument(match: re.Match[str]) -> str:
-        name = match[1].replace("-", "_")
-        value = {"resume": "True", "preflight": "'warn'"}.get(name, match[2] or "...")
-        return f"{name}={value}"
-
     try:
         yield
     except UserError as error:
-        text = str(error).replace("--preflight warn", "--preflight")
-        text = text.replace(file, "rows") if file else text
-        told = re.sub(r"(?<![\w-])--(?:[a-z][\w-]*\.)*([a-z][\w-]*)(?: (\d+)\b)?", argument, text)
+        text = str(error)
+        told = python_words(text.replace(file, "rows") if file else text)
         if told == str(error):
             raise
         raise type(error)(told) from None
@@ -530,11 +550,13 @@ class Evaluation:
         label: Which model.
         result: Metrics with their intervals, and every completion behind them.
         protocol: What was asked, and how: two evaluations compare only where it is the same.
+        prompts: How the model was asked, and where its answers were read, in words.
     """
 
     label: str
     result: EvalResult
     protocol: Mapping[str, Any]
+    prompts: str = ""
 
     @property
     def metrics(self) -> dict[str, Interval]:
@@ -553,7 +575,8 @@ class Evaluation:
         ]
 
     def __str__(self) -> str:
-        lines = [f"{self.label}, {len(self.result.problems)} problems"]
+        lines = [f"{self.label}, {counted(len(self.result.problems), 'problem')}"]
+        lines += [f"  {self.prompts}"] if self.prompts else []
         lines += [f"  {name:<18}{_interval(name, interval)}" for name, interval in self.metrics.items()]
         return "\n".join(lines)
 
@@ -571,10 +594,12 @@ class Comparison:
     Attributes:
         names: What the two are called.
         rows: Metric by metric: means, difference with its interval, p-value, what would not have been seen.
+        note: How the two were asked, where that was not alike; else ''.
     """
 
     names: tuple[str, str]
     rows: Sequence[paired.Paired]
+    note: str = ""
 
     def __getitem__(self, metric: str) -> paired.Paired:
         for row in self.rows:
@@ -584,7 +609,7 @@ class Comparison:
 
     def __str__(self) -> str:
         a, b = self.names
-        lines = [f"{a} -> {b}, {self.rows[0].num_problems} problems"]
+        lines = [f"{a} -> {b}, {counted(self.rows[0].num_problems, 'problem')}"]
         for row in self.rows:
             low, high = (
                 paired.show(row.metric, x, signed=True) for x in (row.difference.low, row.difference.high)
@@ -593,7 +618,8 @@ class Comparison:
             change = f"{paired.show(row.metric, row.difference.mean, signed=True):>7} ({low} to {high})"
             lines.append(f"  {row.metric:<18}{values}  {change:<26} p {paired.show_p(row.p_holm)}")
         main = next((row for row in self.rows if row.metric in ("greedy", "pass@1")), self.rows[0])
-        return "\n".join([*lines, f"{main.metric}: {paired.verdict(main, a, b)}"])
+        lines += [f"{main.metric}: {paired.verdict(main, a, b)}"]
+        return "\n".join([*lines, *([self.note] if self.note else [])])
 
     def __repr__(self) -> str:
         return f"<whet.Comparison: {str(self).partition(chr(10))[0]}>"
@@ -649,7 +675,7 @@ def rl(
         UserError: If something does not fit together, is missing, or the run cannot go on.
         SystemExit: After SIGTERM or SIGHUP, when the last whole step is saved.
     """
-    config = _rl_config(policy, task, out, rewards, algo, num_steps, options)
+    config = _rl_config(policy, task, out, rewards, algo, num_steps, options, verbose=verbose)
     tell, show = _heard(on_step, verbose), _heard(on_samples, verbose)
     return _trained(
         config, lambda: _each(rl_program.steps(config, resume=resume), tell, show), on_step, verbose=verbose
@@ -669,7 +695,7 @@ def rl_steps(
     **options: Any,
 ) -> Iterator[TrainStep]:
     """Do what `rl` does, for a loop of your own: yield each step when it is over; leaving the loop ends the run."""
-    config = _rl_config(policy, task, out, rewards, algo, num_steps, options)
+    config = _rl_config(policy, task, out, rewards, algo, num_steps, options, verbose=verbose)
     running = rl_program.steps(config, resume=resume)
     try:
         while True:
@@ -701,7 +727,7 @@ def sft(
 ) -> Run:
     """Fine-tune a policy on worked solutions, chats or texts; options are fields of `SFTConfig`, else as for `rl`."""
     given = {"out": str(out), "policy": _policy(policy), "task": _task(task), "num_steps": num_steps}
-    config = _made(SFTConfig, given | options)
+    config = _suited(_made(SFTConfig, given | options), options, verbose=verbose)
     call = _heard(on_step, verbose)
     return _trained(
         config, lambda: sft_program.train(config, resume=resume, on_step=call), on_step, verbose=verbose
@@ -1025,7 +1051,7 @@ def evaluate(
     num_samples: int = 8,
     num_problems: int = 200,
     split: str = "test",
-    max_new_tokens: int = 256,
+    max_new_tokens: int | None = None,
     temperature: float = 1.0,
     answer_from: Literal["schema", "anywhere"] = "schema",
     seed: int = 0,
@@ -1039,7 +1065,8 @@ def evaluate(
         num_problems: Problems, the first of the split's hash order; 0 takes all.
         split: Part of the data: train, dev, test (5 % of a file's rows, which training leaves out) or all. 'auto' takes
             all rows of a file, but test where the policy was trained on that file, and of all other data.
-        max_new_tokens: Longest completion in tokens.
+        max_new_tokens: Longest completion in tokens; default: by the length of the task's worked solutions, at most
+            256, and 256 where it has none.
         temperature: Of the samples.
         answer_from: 'anywhere' also takes boxes, phrases and the last number for an answer.
         seed: Seed of the samples and of the bootstrap.
@@ -1060,6 +1087,9 @@ def evaluate(
         )
     check_gold(judge, wanted, "an evaluation compares answers")
     problems = fitting_problems(loaded, wanted, min_new_tokens=1)
+    if max_new_tokens is None:
+        found = token_limit(asked.config, config, SamplingParams().max_new_tokens)
+        max_new_tokens = found[0] if found is not None else SamplingParams().max_new_tokens
     sampling = _made(SamplingParams, {"temperature": temperature, "max_new_tokens": max_new_tokens})
     result = measure(
         loaded,
@@ -1077,8 +1107,12 @@ def evaluate(
         "num_samples": num_samples,
         "seed": seed,
     }
+    prompts = loaded.describe_prompts(is_read_anywhere=answer_from == "anywhere")
     return Evaluation(
-        str(asked.config.init or "random weights"), result, protocol | {"answer_from": answer_from}
+        str(asked.config.init or "random weights"),
+        result,
+        protocol | {"answer_from": answer_from},
+        f"{prompts}; at most {max_new_tokens} tokens",
     )
 
 
@@ -1105,7 +1139,9 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
     ]
     (table,) = paired.compare_pairs(scores, [(0, 1)])
     names = before.label, after.label if after.label != before.label else f"{after.label} (2)"
-    return Comparison(names, list(table.values()))
+    asked = [side.prompts.replace(", the default for it", "") for side in (before, after)]
+    note = "" if asked[0] == asked[1] else f"NOT ASKED ALIKE: {names[0]}: {asked[0]}; {names[1]}: {asked[1]}"
+    return Comparison(names, list(table.values()), note)
 
 
 def logprobs(
@@ -1204,6 +1240,8 @@ def _rl_config(
     algo: str | AlgoConfig,
     num_steps: int,
     options: Mapping[str, Any],
+    *,
+    verbose: bool,
 ) -> RLConfig:
     for name, value in (("reward", options.get("reward")), ("rewards", rewards)):
         if callable(value):
@@ -1220,7 +1258,7 @@ def _rl_config(
         given["rewards"], given["reward"] = _rewards(rewards)
     if isinstance(algo, str):
         algo = _named("algo", algo, ALGORITHMS)
-    return _made(RLConfig, given | {"algo": algo} | dict(options))
+    return _suited(_made(RLConfig, given | {"algo": algo} | dict(options)), options, verbose=verbose)
 
 
 def _rewards(
@@ -1332,6 +1370,18 @@ def _made(cls: type[C], given: Mapping[str, Any]) -> C:
     return from_dict(cls, values, where="whet")  # pyright: ignore[reportArgumentType]
 
 
+def _suited(config: Trained, options: Mapping[str, Any], *, verbose: bool) -> Trained:
+    """Choose what suits the model and the task where the caller left it open, and say so."""
+    typed: set[str] = set()
+    for name, value in options.items():
+        homes = [group for group, part in LOOSE.items() if name in {item.name for item in fields(part)}]
+        inner = to_dict(value) if is_dataclass(value) else value  # pyright: ignore[reportArgumentType]
+        typed |= {f"{group}.{name}" for group in homes}
+        typed |= {f"{name}.{key}" for key in inner} if isinstance(inner, Mapping) else {name} - set(LOOSE)
+    with _printing(verbose), _python_words():
+        return suited(config, typed, lambda line: print(f"whet: {line.partition('.')[2]}", flush=True))
+
+
 def _named(group: str, name: str, table: Mapping[str, Callable[[], Any]]) -> Any:
     """Return the value of a group of fields that has a name."""
     if name not in table:
@@ -1372,11 +1422,16 @@ def _trained(
     return Run(Path(config.out))
 
 
-class _Warnings(io.TextIOBase):
-    """A stream of text that passes on to another the lines that warn."""
+class _Told(io.TextIOBase):
+    """A stream of text that passes on to another what a program prints, warnings in Python's words.
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self._line = stream, ""
+    Args:
+        stream: The other.
+        verbose: Whether it passes on all lines, or those that warn alone.
+    """
+
+    def __init__(self, stream: TextIO, *, verbose: bool) -> None:
+        self._stream, self._verbose, self._line = stream, verbose, ""
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -1385,16 +1440,33 @@ class _Warnings(io.TextIOBase):
     def fileno(self) -> int:
         return self._stream.fileno()
 
+    def isatty(self) -> bool:
+        return self._verbose and self._stream.isatty()
+
+    def flush(self) -> None:
+        self._stream.flush()
+
     def write(self, text: str) -> int:
+        if self._verbose:  # at once: a display draws over its own lines
+            self._stream.write(python_words(text) if WARNING.search(text) else text)
+            return len(text)
         *lines, self._line = (self._line + text).split("\n")
-        warnings = [f"{line}\n" for line in lines if re.match(r"(whet: )?warning: ", line)]
+        warnings = [f"{python_words(line)}\n" for line in lines if WARNING.match(line)]
         self._stream.writelines(warnings)
         return len(text)
 
 
-def _printing(verbose: bool) -> AbstractContextManager[object]:
+WARNING = re.compile(r"(whet: )?warning: ")
+
+
+@contextmanager
+def _printing(verbose: bool) -> Iterator[None]:
     """Let a program print what it does, or only what it warns of."""
-    return nullcontext() if verbose else redirect_stdout(_Warnings(sys.stdout))
+    with (
+        redirect_stdout(_Told(sys.stdout, verbose=verbose)),
+        redirect_stderr(_Told(sys.stderr, verbose=True)),
+    ):
+        yield
 
 
 def _heard(call: Callable[[C], object] | None, verbose: bool) -> Callable[[C], object] | None:

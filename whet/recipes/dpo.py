@@ -10,6 +10,7 @@ from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.inspect.memory.room import check_room, sized
 from whet.recipes.models import OWN, demo_policy
+from whet.recipes.suited import suited
 from whet.tasks.base import TaskConfig
 from whet.train.dpo import DPOConfig, check, main, plan
 from whet.train.optim.step import PRESETS, OptimConfig
@@ -101,6 +102,6 @@ PROGRAM = Program(
     shared=True,
     check=check,
     before=check_room,
-    sized=sized,
+    sized=lambda config, typed: sized(suited(config, typed), typed),
     presets={"optim": PRESETS},
 )

@@ -13,6 +13,7 @@ from whet.eval.evaluate import EvalConfig, check, main, plan
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.recipes.models import OWN, calculator_policy, chess_policy, demo_policy
+from whet.recipes.suited import suited
 from whet.tasks.base import TaskConfig
 
 
@@ -98,7 +99,9 @@ RECIPES: dict[str, Callable[[], EvalConfig]] = {
 }
 
 
-PROGRAM = Program(config_class=EvalConfig, main=main, recipes=RECIPES, plan=plan, check=check, resumable=True)
+PROGRAM = Program(
+    config_class=EvalConfig, main=main, recipes=RECIPES, plan=plan, check=check, resumable=True, sized=suited
+)
 
 
 COMPARE = Program(

@@ -20,6 +20,7 @@ from whet.recipes.models import (
     demo_policy,
     rookworld_policy,
 )
+from whet.recipes.suited import suited
 from whet.tasks.base import TaskConfig
 from whet.train.objective.objective import AlgoConfig
 from whet.train.objective.teacher import TeacherConfig
@@ -536,6 +537,6 @@ PROGRAM = Program(
     shared=True,
     check=check,
     before=check_room,
-    sized=sized,
+    sized=lambda config, typed: sized(suited(config, typed), typed),
     presets={"algo": ALGORITHMS, "optim": PRESETS},
 )

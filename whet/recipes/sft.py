@@ -21,6 +21,7 @@ from whet.recipes.models import (
     gpt2_policy,
     rookworld_policy,
 )
+from whet.recipes.suited import suited
 from whet.tasks.base import TaskConfig
 from whet.train.optim.step import PRESETS, OptimConfig
 from whet.train.sft import SFTConfig, check, main, plan
@@ -331,6 +332,6 @@ PROGRAM = Program(
     shared=True,
     check=check,
     before=check_room,
-    sized=sized,
+    sized=lambda config, typed: sized(suited(config, typed), typed),
     presets={"optim": PRESETS},
 )

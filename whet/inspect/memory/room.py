@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from whet.generate.policy import resolve_device
-from whet.inspect.memory.phases import GIB, Workload, fit, parameter_sizes, peak
+from whet.inspect.memory.phases import GIB, Workload, fit, peak
 from whet.inspect.memory.plan import PlanConfig, policy_shape, workload
 from whet.inspect.sweep.worker import free_memory
 from whet.model.lora.side import LoRAConfig
@@ -29,11 +29,11 @@ SAMPLE_BYTES = 1_400
 """Least that a sample takes until its step ends: 1,389 bytes of Python's heap were measured, 12 tokens long."""
 SHARE = 0.8
 """Share of a machine's whole memory that a recipe of one's own is sized for: the rest is others', and the system's."""
-ADAPTER_RANK, ADAPTER_LR = 16, 1e-4
-"""Of an adapter that takes the place of weights that do not fit; rates of whole weights are a tenth of an adapter's."""
-WHOLE_LRS = ((0.3e9, 1e-5), (1e9, 5e-6), (3e9, 2e-6))
-"""Rates of reinforcing all weights of models that have fewer than so many: 1e-6, usual at 7e9, did not move one of
-1.3e8 in 24 steps, and 1e-5 took it from 5 to 62 % of sums."""
+ADAPTER_RANK = 16
+"""Of an adapter that takes the place of weights that do not fit."""
+ADAPTER_LR, MOST_ADAPTER_LR, ADAPTER_RATIO = 1e-4, 1e-3, 10
+"""Least and largest rate of an adapter, and how many times that of whole weights it learns at ("LoRA Without Regret",
+Thinking Machines, 2025). For the smallest models that would be 2e-3, where their published rule gives 1.3e-3."""
 ROW_TOKENS = 1024
 """Tokens of a row of fine-tuning data, for sizing: most have fewer, and a longer one gets its own micro-batch."""
 
@@ -111,19 +111,9 @@ def sized(config: Trained, typed: Collection[str]) -> Trained:
     Returns:
         The config, changed only in fields that the user did not give.
     """
-    if config.lora.rank and not {"optim", "optim.lr"} & set(typed) and config.optim.lr < ADAPTER_LR:
-        print(f"whet: optim.lr = {ADAPTER_LR:g}, which suits adapters", file=sys.stderr, flush=True)
-        config = replace(config, optim=replace(config.optim, lr=ADAPTER_LR))
     work = _work(config)
     if work is None:
         return config
-    if isinstance(config, RLConfig) and not config.lora.rank and not {"optim", "optim.lr"} & set(typed):
-        count = sum(parameter_sizes(policy_shape(config.policy)))
-        rate = next((rate for most, rate in WHOLE_LRS if count < most), config.optim.lr)
-        if rate > config.optim.lr:
-            told = f"optim.lr = {rate:g}, which suits all weights of a model of {count / 1e6:,.0f} million"
-            print(f"# {told}", flush=True)  # stderr is for an error's one line; a dry run's output is YAML
-            config = replace(config, optim=replace(config.optim, lr=rate))
     room = int(SHARE * _whole(work.device))
     found = fit(work, room)
     if found is None and fit(_alone(work), room) is not None:
@@ -159,11 +149,16 @@ def sized(config: Trained, typed: Collection[str]) -> Trained:
     return config
 
 
+def adapter_rate(whole: float) -> float:
+    """Return the learning rate of an adapter by that of all weights."""
+    return min(max(ADAPTER_RATIO * whole, ADAPTER_LR), MOST_ADAPTER_LR)
+
+
 def _adapted(config: Trained, typed: Collection[str], quantize: Literal["none", "nf4", "int8"]) -> Trained:
     """Return a recipe that trains an adapter, at a learning rate that suits one."""
     optim = config.optim
     if "optim.lr" not in typed:
-        optim = replace(optim, lr=max(optim.lr, ADAPTER_LR))
+        optim = replace(optim, lr=max(optim.lr, adapter_rate(optim.lr)))
     policy = replace(config.policy, quantize=quantize)
     return replace(config, lora=LoRAConfig(rank=ADAPTER_RANK), policy=policy, optim=optim)
 
