@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -617,6 +618,10 @@ def test_guard_turns_ends_into_statuses(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == "whet: error: no \\x1b[31m such\\nthing \\udc80\n"
     assert cli.guard(fail(KeyboardInterrupt())) == 130
     assert capsys.readouterr().err == "whet: interrupted\n"
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.guard(lambda: signal.raise_signal(signal.SIGTERM)) == 143
+    assert capsys.readouterr().err == "whet: stopped by SIGTERM\n"
+    assert signal.getsignal(signal.SIGTERM) == before
     with pytest.raises(ValueError, match="^a bug of ours$"):
         cli.guard(fail(ValueError("a bug of ours")))
 

@@ -47,6 +47,8 @@ SMALL = {
     "rl": RL,
     "report": "",
     "chat": "",
+    "eval": "--num-problems 2 --num-samples 1 --sampling.max-new-tokens 8",
+    "audit": "--num-problems 3",
     "export": "--num-prompts 1",
     "serve": "--dry-run",
 }
@@ -61,6 +63,7 @@ TELLS: dict[str, str] = {
     "editing/edit.py:main": "editing/test_edit_program.py:test_the_next_lines_work_as_they_stand",
     "editing/steer.py:main": "test_next_lines.py:test_the_next_lines_of_other_programs_work_as_they_stand",
     "eval/evaluate.py:main": "test_next_lines.py:test_the_next_lines_of_other_programs_work_as_they_stand",
+    "inspect/data/data.py:main": "test_next_lines.py:test_the_next_lines_of_other_programs_work_as_they_stand",
     "train/session.py:finish": "train/test_rft.py:test_a_finished_run_goes_on_for_more_rounds",
     "train/session.py:next_steps": "test_next_lines.py:test_the_next_lines_of_a_run_work_as_they_stand",
     "train/session.py:stop_if_asked": "test_next_lines.py:test_a_run_that_was_stopped_goes_on_with_its_line",
@@ -148,6 +151,8 @@ def test_the_next_lines_of_a_run_work_as_they_stand(
         "quantize model --data solved.jsonl --budget 6bits --num-calibration 4 --num-held-out 4 --num-problems 1 "
         "--num-samples 1 --methods rtn --sampling.max-new-tokens 8 --out 'my out'",
         "steer model --pairs poles.jsonl --out 'my out'",
+        f"data named.jsonl {NAMED} --out 'my out'",
+        f"data named.jsonl --model model {NAMED} --out 'my out'",
     ],
 )
 def test_the_next_lines_of_other_programs_work_as_they_stand(

@@ -264,7 +264,7 @@ def recipe_lines(name: str) -> dict[str, str]:
     table = tables[0].value
     assert isinstance(table, ast.Dict), path
     return {
-        ast.literal_eval(key): told[ast.unparse(value)].partition("\n")[0]
+        ast.literal_eval(key): cli.first_sentence(told[ast.unparse(value)])
         for key, value in zip(table.keys, table.values, strict=True)
         if key is not None
     }
@@ -410,7 +410,7 @@ def _saved(program: Program, config: Any) -> str:
 def _rehearse(name: str, program: Program, recipe: str, config: Any, resume: bool | int) -> None:
     """Print what would be done, and find what it would stop at before its first step: data, columns, files, memory."""
     if program.prints_config:
-        print(cli.dump_yaml(config), end="", flush=True)
+        print(cli.dump_yaml(config, leave_out=_unread(config)), end="", flush=True)
     else:
         print(f"# all fields: whet {name} {recipe} --print-config")
     sign = "# " if program.recipes else ""  # what is printed of a recipe is one again
@@ -424,6 +424,19 @@ def _rehearse(name: str, program: Program, recipe: str, config: Any, resume: boo
         program.check(config, resume)
     elif program.passes and config.of in program.passes:
         _check_recipe(config)
+
+
+def _unread(config: Any) -> set[str]:
+    """Return the dotted fields, all at their defaults, that a run of this config does not read: the shape of random
+    weights where a model is named, games without chess, what other tasks read."""
+    from whet.tasks.base import TaskConfig, fields_read
+
+    policy, task = getattr(config, "policy", None), getattr(config, "task", None)
+    found = {"policy.model"} if getattr(policy, "init", "") else set()
+    if isinstance(task, TaskConfig) and not getattr(config, "tasks", ()):
+        found |= {f"task.{name}" for name in vars(task) if name not in fields_read(task)}
+        found |= {"games"} if not task.name.startswith("chess") else set()
+    return found
 
 
 def _inner(config: Any) -> Any:
@@ -493,11 +506,11 @@ def _start(program: Program, config: Any, resume: bool | int) -> None:
         if hint:
             raise UserError(f"{error}; {hint}") from error
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         again = "the same command with --resume goes on from its last checkpoint"
         if not (Path(config.out) / "config.yaml").is_file():  # in its preflight: there is no run yet
             again = "nothing was begun: the same command starts it again"
-        raise KeyboardInterrupt(again) from None
+        raise type(error)(str(error) or again) from None
 
 
 def _supervise(argv: Sequence[str], config: Any, restarts: int) -> int:

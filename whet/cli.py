@@ -8,8 +8,10 @@ import inspect
 import os
 import re
 import shlex
+import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -242,7 +244,7 @@ def parse(
         overrides, words = [(_flag(positional), taken), *overrides], words[len(taken) :]
     if recipes and not words:
         if "help" in switches:
-            lines = {n: (inspect.getdoc(make) or "").partition("\n")[0] for n, make in recipes.items()}
+            lines = {n: first_sentence(inspect.getdoc(make) or "") for n, make in recipes.items()}
             print(overview(program, lines, resumable=resumable, has_steps=has_steps))
             raise SystemExit(0)
         first = next(iter(recipes))
@@ -251,7 +253,12 @@ def parse(
     start, run = _start(program, config_class, recipes, recipe, find_run) if recipes else (None, "")
     command = f"{program} {recipe}".rstrip()
     if "help" in switches:
-        notes = [f"--{group} NAME: {', '.join(table)}" for group, table in (presets or {}).items()]
+        notes = [
+            f"  {option:<15} short for {_flag(place)}"
+            for option in SHORT
+            if (place := _long(config_class, option, ())[2:]) in leaves(config_class)
+        ]
+        notes += [f"--{group} NAME: {', '.join(table)}" for group, table in (presets or {}).items()]
         notes += [
             f"  --field value   a field of the recipe, too: 'whet {name} RECIPE --help' lists them"
             for name in list(passes or {})[:1]
@@ -519,6 +526,29 @@ def _name_adapter(text: str, find_run: FindRun) -> str:
     return f"{name if sign else source}={found}" if sign or found != source else text.strip()
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, outside of a training's steps, which have their own handler."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end a program as Ctrl-C does, where nothing else handles it: with a line, nothing half written."""
+    is_free = threading.current_thread() is threading.main_thread()
+    if not (is_free and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends it at once
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def guard(function: Callable[[], int | None]) -> int:
     """Run a program and turn its end into an exit status; a user's mistake becomes one line on stderr.
 
@@ -526,12 +556,13 @@ def guard(function: Callable[[], int | None]) -> int:
         function: The program; None counts as 0.
 
     Returns:
-        Its status; 2 after a UserError, or if the system refused a file, memory or a process; 130 after Ctrl-C, 141 if
-        the reader of stdout went away.
+        Its status; 2 after a UserError, or if the system refused a file, memory or a process; 130 after Ctrl-C, 143
+        after SIGTERM, 141 if the reader of stdout went away.
     """
     try:
-        status = function()
-        sys.stdout.flush()
+        with _terminable():
+            status = function()
+            sys.stdout.flush()
     except UserError as error:
         print(f"whet: error: {escape(str(error))}", file=sys.stderr)
         return 2
@@ -540,8 +571,10 @@ def guard(function: Callable[[], int | None]) -> int:
             raise
         return error.code or 0
     except KeyboardInterrupt as error:
-        print(f"whet: interrupted{f'; {error}' if str(error) else ''}", file=sys.stderr)
-        return 130
+        is_asked = isinstance(error, Terminated)
+        what = "stopped by SIGTERM" if is_asked else "interrupted"
+        print(f"whet: {what}{f'; {error}' if str(error) else ''}", file=sys.stderr)
+        return 128 + (signal.SIGTERM if is_asked else signal.SIGINT)
     except BrokenPipeError:
         # Python flushes stdout once more at exit: give it somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -814,6 +847,11 @@ def _flag(dotted: str) -> str:
     return "--" + dotted.replace("_", "-")
 
 
+def first_sentence(doc: str) -> str:
+    """Return a docstring's first paragraph on one line."""
+    return " ".join(doc.partition("\n\n")[0].split())
+
+
 def overview(program: str, recipes: Mapping[str, str], *, resumable: bool, has_steps: bool) -> str:
     """Return the help of a program without a RECIPE: the recipes and how to override.
 
@@ -824,7 +862,11 @@ def overview(program: str, recipes: Mapping[str, str], *, resumable: bool, has_s
         has_steps: Whether it trains, and knows `--restarts`.
     """
     width = max(map(len, recipes))
-    lines = [f"  {name:<{width}}  {text}" for name, text in recipes.items()]
+    gap = " " * (width + 4)
+    lines = [
+        textwrap.fill(text, 110, initial_indent=f"  {name:<{width}}  ", subsequent_indent=gap)
+        for name, text in recipes.items()
+    ]
     return "\n".join(
         [
             f"usage: {program} RECIPE [--field value ...] [--dry-run]{' [--resume]' if resumable else ''}",

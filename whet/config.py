@@ -182,9 +182,22 @@ def temporary_folder() -> Path:
     return folder
 
 
-def dump_yaml(config: DataclassInstance) -> str:
-    """Write a config as YAML that `load_yaml` reads back to an equal config."""
+def dump_yaml(config: DataclassInstance, *, leave_out: Collection[str] = ()) -> str:
+    """Write a config as YAML that `load_yaml` reads back to an equal config.
+
+    Args:
+        config: The config.
+        leave_out: Dotted names of fields that are not written where they have their defaults.
+    """
     data = to_dict(config)
+    for name in leave_out:
+        *outer, last = name.split(".")
+        group, owner = data, config
+        for part in outer:
+            group, owner = group[part], getattr(owner, part)
+        defaults = {item.name: item for item in fields(owner)}
+        if last in group and getattr(owner, last) == _default(defaults[last]):
+            del group[last]
     dumper = _FastDumper if _FastDumper is not None and _is_plain(data) else _Dumper
     return yaml.dump(data, Dumper=dumper, sort_keys=False, allow_unicode=True, width=1 << 20)
 
@@ -196,6 +209,11 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(key and _is_plain(key) and _is_plain(item) for key, item in value.items())
     return not isinstance(value, list) or all(map(_is_plain, value))
+
+
+def counted(count: int, one: str) -> str:
+    """Return a number of things in words: '1 row', '1,234 rows'."""
+    return f"{count:,} {one}{'s' * (count != 1)}"
 
 
 def align(title: str, rows: Mapping[str, str | int]) -> str:

@@ -236,6 +236,18 @@ def test_time_left_of_completions_is_right_from_the_second_batch_on(monkeypatch)
         assert progress.times(now[0]) == "3:20 elapsed"
 
 
+def test_the_first_completions_of_a_batch_are_no_pace(monkeypatch):
+    """Two of seventy-two had ended after 50 s, and the evaluation took 92: 30 minutes were promised."""
+    now = [0.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    progress = display._Progress(72, ())
+    progress.start(0)
+    for done, at, told in ((2, 50.0, "0:50 elapsed"), (8, 60.0, "1:00 elapsed"), (9, 63.0, "7:21 left")):
+        now[0] = at
+        progress.observe(done, {})
+        assert progress.times(at) == told
+
+
 def test_series_takes_bounded_memory_and_skips_nan():
     progress = display._Progress(100_000, ("rl/kl",))
     for step in range(1, 100_001):

@@ -927,6 +927,7 @@ def test_rewards_that_fail_are_told_of_at_the_first_and_at_every_doubling() -> N
     for reward.failures.count in range(10):
         told += [(reward.failures.count, line.partition(",")[0]) for line in failures.news()]
     assert [count for count, _ in told] == [1, 2, 4, 8]
+    assert told[0][1] == "reward 'mine' gave no score once so far"
     assert told[2][1] == "reward 'mine' gave no score 4 times so far"
     assert failures.count == 9
 
@@ -1012,7 +1013,8 @@ def test_a_step_s_line_has_own_rewards_the_penalty_and_the_length_that_is_measur
     config = make_config(tiny_policy, tmp_path / "run", reward=("mine.py:pay=0.5",))
     plain: Any = SimpleNamespace(schema=SCHEMAS["none"])
     thinks: Any = SimpleNamespace(schema=SCHEMAS["r1"])
-    assert rl.headline(config, plain)[2:4] == ("rl/reward/pay", "rl/completion_tokens")
-    assert rl.headline(config, thinks)[2:4] == ("rl/reward/pay", "rl/thinking_tokens")
-    soft = replace(config, reward=(), algo=AlgoConfig(overlong="soft"))
+    paid = ("rl/reward/format", "rl/reward/pay")  # what the mean is made of, beside right answers
+    assert rl.headline(config, plain)[2:5] == (*paid, "rl/completion_tokens")
+    assert rl.headline(config, thinks)[2:5] == (*paid, "rl/thinking_tokens")
+    soft = replace(config, reward=(), rewards={"correct": 1.0}, algo=AlgoConfig(overlong="soft"))
     assert rl.headline(soft, plain)[2] == "rl/reward/overlong"

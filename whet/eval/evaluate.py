@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from whet.config import align, closest, dump_yaml, read_yaml, user_path
+from whet.config import align, closest, counted, dump_yaml, read_yaml, user_path
 from whet.eval.chess.games import GamesConfig, Player, check_opponents, measure_games, metric_names
 from whet.eval.grade import AnswerFrom, right_anywhere, right_in_place
 from whet.eval.measure import Chunk, EvalResult, evaluate, total_work
@@ -183,7 +183,8 @@ def split_note(config: EvalConfig, own: TaskConfig, task: Task, split: str, opti
     held_out = len(task.problems("test"))
     more = min(MOST_HELD_OUT, max(0.2, 2 * own.held_out))
     more = f"; more: train with --task.held-out {more:g}" if more > own.held_out else ""
-    return f"{name}: {held_out:,} of {count:,} rows are measured, which were not trained on (all: {option} all{more})"
+    measured = f"{held_out:,} of {counted(count, 'row')} are measured"
+    return f"{name}: {measured}, which were not trained on (all: {option} all{more})"
 
 
 def fitting_problems(policy: Policy, problems: Sequence[Problem], *, min_new_tokens: int) -> list[Problem]:
@@ -394,7 +395,7 @@ def inspect(config: EvalConfig) -> list[str]:
         job = _prepare(config, policy, name, own, task := load_task(own))
         told += filter(None, [split_note(config, own, task, job.config.split)])
         told.append(
-            f"{len(job.problems):,} problems of task {own.name}; {job.num_left_out} do not fit the context"
+            f"{counted(len(job.problems), 'problem')} of task {own.name}; {job.num_left_out} do not fit the context"
         )
         told.append(_prompts_of(job, policy))
     return told

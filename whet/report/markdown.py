@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from whet.config import counted
 from whet.report.curves import declared
 from whet.report.part import Part, read_part, view
 from whet.report.plots import Series, draw_figures
@@ -130,7 +131,7 @@ def _sample_section(found: Scan) -> str:
 def _sample(sample: Mapping[str, Any]) -> str:
     """Write one completion."""
     scores = [f"{name} {'–' if score is None else f'{score:g}'}" for name, score in sample["rewards"].items()]
-    facts = [f"{sample['num_completion_tokens']} tokens", f"finish {sample['finish_reason']}", *scores]
+    facts = [counted(sample["num_completion_tokens"], "token"), f"finish {sample['finish_reason']}", *scores]
     place = "" if sample["step"] is None else f"Step {sample['step']}: "
     reward = "no reward" if sample["reward"] is None else f"reward {sample['reward']:.3g}"
     return (

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from whet.cli import Program
-from whet.config import user_path
+from whet.config import counted, user_path
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.rows import Completion, Request
 from whet.generate.sampling import SamplingParams, sequence_seed
@@ -312,7 +312,7 @@ class Terminal:
         if not reply.answer and reply.thinking:
             is_cut = reply.end == "length"
             told = "the thinking did not end within" if is_cut else "the model stopped while thinking, after"
-            self._note(f"no answer: {told} {reply.num_thinking} tokens (/think shows it)")
+            self._note(f"no answer: {told} {counted(reply.num_thinking, 'token')} (/think shows it)")
         elif reply.end == "length":
             self._note("cut off: sampling.max_new_tokens or the context was reached")
 
@@ -327,7 +327,7 @@ class Terminal:
                 tail = _plain(reply.thinking, "dim").wrap(self._console, self._console.width)
                 live.update(Text("\n").join(tail[-SHOWN_THINKING:]), refresh=True)
         if reply.num_thinking:
-            self._note(f"thought for {reply.num_thinking} tokens (/think shows it)")
+            self._note(f"thought for {counted(reply.num_thinking, 'token')} (/think shows it)")
         for text in chain((first,), (piece.answer for piece in pieces)):
             self._console.print(_plain(text), end="", soft_wrap=True)
         self._console.print()

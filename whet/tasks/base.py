@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from whet.config import Renamed, closest, show
+from whet.config import Renamed, closest, counted, show
 from whet.model.vision.reading import Urls
 from whet.schema import AnswerType
 from whet.tasks.chess.formats import GAPS, Layout
@@ -282,6 +282,11 @@ def _read_by(name: str, path: str) -> frozenset[str]:
     return read
 
 
+def fields_read(config: TaskConfig) -> frozenset[str]:
+    """Return the fields that a task reads; those of a mixture's parts are not among them."""
+    return frozenset({"name"}) | _read_by(config.name, config.path)
+
+
 def _needs_path(name: str) -> bool:
     has_own = name in NO_PATH_NEEDED or name in HUB_SETS
     return name in OPTIONS and "path" in OPTIONS[name] and not has_own
@@ -476,7 +481,7 @@ def told_of(task: Task, num_problems: int) -> list[str]:
     ]
     if num_problems < FEW_PROBLEMS:
         lines.append(
-            f"warning: only {num_problems} problems to train on: the model will know them by heart before it has "
-            "learned anything from them"
+            f"warning: only {counted(num_problems, 'problem')} to train on: the model will know them by heart "
+            "before it has learned anything from them"
         )
     return lines

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from whet.config import counted
 from whet.tasks.base import tasks_inside
 from whet.tasks.read import BadRow
 from whet.telemetry.log import replace_file
@@ -41,7 +42,9 @@ def write_quarantine(folder: Path, source: Task | Sequence[BadRow]) -> str:
             f"{len(rows):,} bad row{'s' * (len(rows) != 1)} of the data skipped{empty}: see {folder / QUARANTINE}"
         )
     if num_repeated:
-        sentences.append(f"{num_repeated:,} rows of the data are repeated")
+        sentences.append(
+            f"{counted(num_repeated, 'row')} of the data {'is' if num_repeated == 1 else 'are'} repeated"
+        )
     return "; ".join(sentences)
 
 

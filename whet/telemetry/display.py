@@ -422,6 +422,10 @@ class _Phase:
         return f"{self._name}:{told} {clock(now - self.began)}"
 
 
+EARLY = 64
+"""Portions after which there is a pace, or an eighth of them all: as many as recipes of one's own decode together."""
+
+
 class _Progress:
     """State of a run: step, pace, current headline values and their binned history."""
 
@@ -474,7 +478,9 @@ class _Progress:
         if self.step >= self.total_steps or len(points) < 2:
             return elapsed
         (first_at, first), (last_at, last) = points[0], points[-1]
-        if last <= first:
+        # Completions that are decoded together end together: the first two of seventy say nothing of the others' pace.
+        least = 1 if self._first is None else min(EARLY, (self.total_steps - first) // 8)
+        if last - first < max(1, least):
             return elapsed
         left = (last_at - first_at) / (last - first) * (self.total_steps - last) - (now - last_at)
         return f"{clock(max(0.0, left))} left"

@@ -27,7 +27,7 @@ from whet.algo.preference import (
     reward_loss,
     robust_loss,
 )
-from whet.config import align
+from whet.config import align, counted
 from whet.eval.evaluate import fitting_problems, take_problems
 from whet.generate.policy import Policy, PolicyConfig
 from whet.generate.reward_model import messages_of
@@ -656,10 +656,10 @@ def check(config: DPOConfig, resume: Resume) -> None:
             singly=singly,
             whole=whole,
         )
-        told = f"{len(pairs):,} pairs; {left_out:,} more do not fit the context"
+        told = f"{counted(len(pairs), 'pair')}; {left_out:,} more do not fit the context"
     else:
         task, problems = pair_problems(config, policy)
-        told = f"{len(problems):,} problems of task {task.name} to sample"
+        told = f"{counted(len(problems), 'problem')} of task {task.name} to sample"
     end_check(config, [told], resume=resume)
 
 
@@ -737,7 +737,8 @@ def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None =
     )
     if resume:
         fit.restore(resume)
-    note = f"{len(kept):,} pairs of {len({pair.uid for pair in kept}):,} prompts; {len(held_out):,} pairs held out"
+    prompts = counted(len({pair.uid for pair in kept}), "prompt")
+    note = f"{counted(len(kept), 'pair')} of {prompts}; {counted(len(held_out), 'pair')} held out"
     with tracking:
         fit.train(EpochOrder(kept, config.seed), title="dpo", notes=[note])
     asked = question_of(None, validated_on or trained_on) if config.pairs else {}

@@ -239,8 +239,9 @@ def _steps(config: RLConfig, resume: Resume) -> Generator[TrainStep, None, Polic
 
 
 def headline(config: RLConfig, policy: Policy) -> tuple[str, ...]:
-    """Return the metrics that a step's line shows: also each reward of the user's own, and a penalty in the mean."""
-    own = [f"rl/reward/{own_name(reward)}" for reward in config.reward]
+    """Return the metrics that a step's line shows: also each other reward, and a penalty, that is in the mean."""
+    own = [f"rl/reward/{name}" for name, weight in config.rewards.items() if weight and name != "correct"]
+    own += [f"rl/reward/{own_name(reward)}" for reward in config.reward]
     own += ["rl/reward/overlong"] if config.algo.overlong in ("soft", "hard") else []
     length = "rl/thinking_tokens" if policy.schema.has_thinking else "rl/completion_tokens"
     return ("rl/correct", "rl/reward_mean", *own, length, "rl/entropy", "rl/groups_with_signal")
@@ -426,10 +427,9 @@ class Failures:
         for name, failures in self._failures.items():
             if failures.count >= max(1, 2 * self._shown[name]):
                 self._shown[name] = failures.count
-                yield (
-                    f"reward '{name}' gave no score {failures.count} times so far, these samples are left out; last: "
-                    f"{failures.latest}"
-                )
+                often = "once" if failures.count == 1 else f"{failures.count} times"
+                left = "this sample is" if failures.count == 1 else "these samples are"
+                yield f"reward '{name}' gave no score {often} so far, {left} left out; last: {failures.latest}"
 
 
 class Trust:

@@ -578,21 +578,26 @@ def _comparison(config: RunConfig, task: TaskConfig | None) -> str:
         return shlex.join([*words, "--prompts", str(question or ANY_QUESTION)])
     sampling = getattr(config, "sampling", None)
     limit = [] if sampling is None else ["--eval.sampling.max-new-tokens", str(sampling.max_new_tokens)]
-    return shlex.join([*words, *_task_words(task), *limit])
+    return shlex.join([*words, *task_words(task), *limit])
 
 
-def _task_words(task: TaskConfig) -> list[str]:
-    """Return the options that evaluate a model on a task; of a mixture of chess that is chess's own evaluation."""
+def task_words(task: TaskConfig, group: str = "eval.task") -> list[str]:
+    """Return the options that evaluate a model on a task; of a mixture of chess that is chess's own evaluation.
+
+    Args:
+        task: The task.
+        group: What the program calls its task.
+    """
     tasks = tasks_of(task)
     if task.name == "mixture" and tasks <= KINDS.keys() and "chess-policy" in tasks:
-        layout = ["--eval.task.layout", task.layout] if task.layout != "padded" else []
+        layout = [f"--{group}.layout", task.layout] if task.layout != "padded" else []
         return ["--task", "chess", *layout]
     words = ["--task", task.name, *(["--data", task.path] if task.path else [])]
     usual = default_data(TaskConfig)
     for name, value in to_dict(task).items():
         if name in ("name", "path") or value == usual[name]:
             continue
-        words.append(f"--eval.task.{name.replace('_', '-')}")
+        words.append(f"--{group}.{name.replace('_', '-')}")
         if isinstance(value, dict):
             words += [
                 f"{part:g}" if isinstance(part, float) else part for pair in value.items() for part in pair

@@ -21,7 +21,7 @@ from whet.compress.export import importance as importances
 from whet.compress.export.kquants import K_TYPES
 from whet.compress.export.prompt import modelfile, unlike_ollama, whole_template
 from whet.compress.export.vocabulary import Vocabulary, express
-from whet.config import from_dict, read_yaml
+from whet.config import counted, from_dict, read_yaml
 from whet.eval.evaluate import take_problems
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.install import install_command
@@ -224,7 +224,7 @@ def export(config: ExportConfig, tell: Tell = lambda _: None) -> dict[str, Any]:
     importance = _importance(config, policy)
     chats = prompts(config, policy)
     source = own_tokenizer(config.policy, policy.tokenizer.date)
-    tell(f"the model itself answers {len(chats)} prompts, for the report")
+    tell(f"the model itself answers {counted(len(chats), 'prompt')}, for the report")
     reference = parity.take(policy, chats, config.max_new_tokens, source)
     lost: dict[str, float] = {}
     if config.to != "adapter":
@@ -571,7 +571,7 @@ def _read_again(config: ExportConfig, policy: Policy, artefact: Path) -> Policy:
 def lines(report: Mapping[str, Any]) -> list[str]:
     """Return what is printed of a report."""
     asked, stored = report["runtime"], report["stored"]
-    head = f"{report['to']} {report['dtype']}, {report['bytes']:,} bytes; {report['num_prompts']} prompts"
+    head = f"{report['to']} {report['dtype']}, {report['bytes']:,} bytes; {counted(report['num_prompts'], 'prompt')}"
     if "not_checked" in asked:
         rows = [
             f"{head}, NOT CHECKED in the program that it is for: {asked['not_checked']}",

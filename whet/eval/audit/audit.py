@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from whet.cli import Program
-from whet.config import align, dump_yaml
+from whet.config import align, counted, dump_yaml
 from whet.eval.audit.dispute import Disputed, dispute, dispute_samples, has_math_verify
 from whet.eval.evaluate import take_problems
 from whet.eval.grade import judge_answers
@@ -453,8 +453,8 @@ def preflight(
     if audit.num_skipped:
         num_cases = sum(check.num_cases for check in audit.checks)
         doubts.append(
-            f"{num_cases:,} cases took {PREFLIGHT_S:g} s, so others were left out: the rewards or the judge are slow "
-            "(`whet audit` tries all)"
+            f"{counted(num_cases, 'case')} took {PREFLIGHT_S:g} s, so others were left out: the rewards or the "
+            "judge are slow (`whet audit` tries all)"
         )
     return [f"preflight: {text}" for text in doubts]
 
@@ -481,7 +481,7 @@ def check(config: AuditConfig, resume: bool) -> None:
     *_, problems = _load(config)
     if config.out and not resume:
         check_folder(Path(config.out))
-    print(f"checked: {len(problems):,} problems, rewards and folder; the audit would start")
+    print(f"checked: {counted(len(problems), 'problem')}, rewards and folder; the audit would start")
 
 
 def main(config: AuditConfig) -> None:
@@ -506,8 +506,10 @@ def main(config: AuditConfig) -> None:
         audit.disputed += dispute_samples(task, everything, Path(config.samples))
     open_run(folder, dump_yaml(config), resumable=False)
     _write(folder, audit)
-    print(_table(f"audit of {task.name}: {len(problems)} problems", audit))
-    print(f"disputed answers, for you to judge: {folder / 'disputed.csv'} ({len(audit.disputed)} rows)")
+    print(_table(f"audit of {task.name}: {counted(len(problems), 'problem')}", audit))
+    print(
+        f"disputed answers, for you to judge: {folder / 'disputed.csv'} ({counted(len(audit.disputed), 'row')})"
+    )
     failed = [check for check in audit.checks if check.is_refuted]
     if failed:
         raise UserError(

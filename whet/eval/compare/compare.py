@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from whet.config import SHORT_MODELS, align, dump_yaml, from_dict, load_yaml, read_yaml, user_path
+from whet.config import SHORT_MODELS, align, counted, dump_yaml, from_dict, load_yaml, read_yaml, user_path
 from whet.eval import evaluate
 from whet.eval.compare.asked import Asked, own_problem, read_prompts
 from whet.eval.compare.page import (
@@ -97,7 +98,10 @@ def print_comparison(content: Mapping[str, Any], transcripts: Sequence[Mapping[s
             continue
         left = f"; {model['left_out']} of its problems are not in all, skipped" if model["left_out"] else ""
         remark = f"; {model['remark']}" if model["remark"] else ""
-        _say(console, f"{model['name']}: {model['folder']}, {model['num_problems']} problems{left}{remark}")
+        _say(
+            console,
+            f"{model['name']}: {model['folder']}, {counted(model['num_problems'], 'problem')}{left}{remark}",
+        )
     if rows := content.get("overview"):
         head = [str(name) for name in rows[0] if name.partition("@")[0] not in ("maj", "format")]
         # 80 columns hold no more.
@@ -106,9 +110,8 @@ def print_comparison(content: Mapping[str, Any], transcripts: Sequence[Mapping[s
             "completion tokens": "tokens",
             "from the one before": "change",
         }
-        title = (
-            f"{len(content['uids'])} problems x {content['num_samples']} samples; percent, tokens; p (Holm)"
-        )
+        asked = counted(len(content["uids"]), "problem")
+        title = f"{asked} x {counted(content['num_samples'], 'sample')}; percent, tokens; p (Holm)"
         cells = [[row[name] for name in head] for row in rows]
         _table(console, title, [short.get(name, name) for name in head], cells)
         _say(console, BEST_NOTE, style="dim")
@@ -144,7 +147,7 @@ def _significance(console: Console, table: Mapping[str, Any], content: Mapping[s
         name = row["metric"].replace("_", " ")
         rows.append([name, text["a"], text["b"], f"{text['difference']}{star}", text["interval"], text["p"]])
     corrected = " (Holm)" if len(content["tables"]) > 1 else ""
-    count = f"{len(content['uids'])} problems x {content['num_samples']} samples"
+    count = f"{counted(len(content['uids']), 'problem')} x {counted(content['num_samples'], 'sample')}"
     title = f"{count}; percent, points, tokens; * p < 0.05{corrected}"
     _table(console, title, ["", table["against"], table["name"], "difference", "95 %", "p"], rows)
     for row in shown:
@@ -309,7 +312,7 @@ def main(config: CompareConfig, *, resume: bool = False) -> None:
         job = next(iter(jobs.values()))
         why = "as the other evaluation" if any(map(_is_evaluation, places)) else "as trained"
         count = len(evaluate.take_problems(load_task(job.task), job.split, job.num_problems))
-        told = f"{job.task.name}/{job.split}, {why}: {count:,} problems x {job.num_samples} samples"
+        told = f"{job.task.name}/{job.split}, {why}: {counted(count, 'problem')} x {counted(job.num_samples, 'sample')}"
         print(f"evaluated on {told}; --eval RECIPE for something else", flush=True)
     if jobs and "test" in (job.split for job in jobs.values()):
         job = next(iter(jobs.values()))
@@ -330,7 +333,11 @@ def main(config: CompareConfig, *, resume: bool = False) -> None:
         ]
         content = describe(sides, names, list(sides[0].greedy))
     else:
-        _evaluate(jobs, names, date)
+        try:
+            _evaluate(jobs, names, date)
+        except KeyboardInterrupt as error:
+            again = f"the same command with {shlex.join(['--out', str(folder)])} --resume goes on"
+            raise type(error)(again) from None
         sides = [read_eval(jobs[i].out if i in jobs else place, ROW) for i, place in enumerate(places)]
         content = compare(sides, names, config)
     if not needs_work:

@@ -20,13 +20,14 @@ from whet.inspect.data.overlap import VIEWS, Overlap, Texts, View, compare, fold
 from whet.model.files import read_json
 from whet.model.weights import stored_shape
 from whet.report.plots import COLOURS, MUTED, STYLE, matplotlib_for
-from whet.storage.folder import dated, open_run
-from whet.tasks.base import TaskConfig, answers_of, load_task
+from whet.storage.folder import dated, next_line, open_run
+from whet.tasks.base import FEW_PROBLEMS, TaskConfig, answers_of, load_task, told_of
 from whet.tasks.mixture import Mixture
 from whet.tasks.read import FEW_HELD_OUT
 from whet.telemetry.display import escape_controls, one_line
 from whet.train.data.demonstrations import sequences_of
 from whet.train.rollout.curriculum import percentile
+from whet.train.session import task_words
 from whet.types import Problem, Task, UserError
 
 SPLITS = ("train", "dev", "test")
@@ -154,7 +155,8 @@ def main(config: DataReportConfig) -> None:
     sheets = list(_sheets(config, content))
     answer = _answer(content)
     _write_markdown(folder, config, answer, sheets, content["rendered"])
-    print(answer)
+    for text in (*content["recognised"], answer):
+        print(text)
     _print(sheets)
     _print_rendered(content["rendered"])
     print(f"report: {folder / 'report.md'}")
@@ -164,6 +166,13 @@ def main(config: DataReportConfig) -> None:
             f"{count:,} of {len(splits[split]):,} {split}" for split, count in flagged.items()
         )
         raise UserError(f"{found} prompts overlap with train; see {folder / 'report.md'}, and remove them")
+    model = config.policy.init if config.policy is not None else ""
+    words = task_words(config.task, "task")
+    if model:
+        print(next_line(["whet", "eval", "own", "--model", model, *words]))
+    else:  # an audit's task is its first word
+        after = ["--task.path" if word == "--data" else word for word in words[words.index("--task") + 1 :]]
+        print(next_line(["whet", "audit", *after]))
 
 
 def _policy(config: DataReportConfig, task: Task) -> Policy | None:
@@ -264,7 +273,8 @@ def _content(
         }
 
     return {
-        "task": task.name,
+        "task": Path(config.task.path).name if task.name == "jsonl" else task.name,
+        "recognised": told_of(task, FEW_PROBLEMS),
         "unit": _unit(config),
         "bad_rows": sum(len(getattr(part, "bad_rows", ())) for part in parts),
         "repeated_rows": sum(getattr(part, "num_duplicates", 0) for part in parts),
@@ -323,25 +333,26 @@ def _sheets(config: DataReportConfig, content: Mapping[str, Any]) -> Iterator[Sh
     def row(name: str, *keys: str) -> list[str]:
         return [name, *(_number(_dig(splits[split], keys)) for split in SPLITS)]
 
+    rows = [
+        row("problems", "problems"),
+        row("with a worked solution", "solutions"),
+        *(
+            [row("with several accepted answers", "several_answers"), row("most of one", "most_answers")]
+            if any(split["several_answers"] for split in splits.values())
+            else []
+        ),
+        row("further copies of a prompt", "extra_copies"),
+        row("prompts with contradicting answers", "contradicting"),
+        *(
+            row(f"{name}, {content['unit']}: {_quantile(percent)}", f"{name}_length", str(percent))
+            for name in ("prompt", "solution")
+            for percent in PERCENTS
+        ),
+    ]
     yield Sheet(
         f"Problems of {content['task']}",
         ["", *SPLITS],
-        [
-            row("problems", "problems"),
-            row("with a worked solution", "solutions"),
-            *(
-                [row("with several accepted answers", "several_answers"), row("most of one", "most_answers")]
-                if any(split["several_answers"] for split in splits.values())
-                else []
-            ),
-            row("further copies of a prompt", "extra_copies"),
-            row("prompts with contradicting answers", "contradicting"),
-            *(
-                row(f"{name}, {content['unit']}: {_quantile(percent)}", f"{name}_length", str(percent))
-                for name in ("prompt", "solution")
-                for percent in PERCENTS
-            ),
-        ],
+        [cells for cells in rows if set(cells[1:]) != {_number(None)}],
         f"Rows that the task skipped while reading: {content['bad_rows']:,} malformed or without an answer, "
         f"{content['repeated_rows']:,} repeated.",
     )

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import whet
+from whet.config import counted
 from whet.ranks.collectives import all_reduce_max, barrier, gather_json, is_distributed, rank, world_size
 from whet.types import UserError
 
@@ -97,7 +98,7 @@ def check_cluster(folder: str) -> bool:
             print(
                 "one rank: start it with torchrun on all machines (or --ranks N by Ray) to check the links, too"
             )
-        print("no problem found" if not found else f"{len(found)} problems found")
+        print("no problem found" if not found else f"{counted(len(found), 'problem')} found")
     return not found
 
 
