@@ -121,6 +121,7 @@ def test_structure_of_the_demo_with_a_real_model(
         for text in (told, page, written):
             assert chapter["title"] in text
         assert all(len(row) == len(chapter["head"]) for row in chapter["rows"])
+    assert "thinks first" not in page  # it was not asked to
     summary = json.loads((folder / "summary.json").read_text())
     assert set(real.STAGES) < set(summary)
     assert "Of other kinds the base gets" in page or summary["base"]["pass@1"] == summary["rl"]["pass@1"]

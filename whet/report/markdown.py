@@ -131,7 +131,9 @@ def _sample_section(found: Scan) -> str:
 def _sample(sample: Mapping[str, Any]) -> str:
     """Write one completion."""
     scores = [f"{name} {'–' if score is None else f'{score:g}'}" for name, score in sample["rewards"].items()]
-    facts = [counted(sample["num_completion_tokens"], "token"), f"finish {sample['finish_reason']}", *scores]
+    count = sample["num_completion_tokens"]  # of a file: None or a text, where that is damaged
+    tokens = counted(count, "token") if isinstance(count, int) else f"{count} tokens"
+    facts = [tokens, f"finish {sample['finish_reason']}", *scores]
     place = "" if sample["step"] is None else f"Step {sample['step']}: "
     reward = "no reward" if sample["reward"] is None else f"reward {sample['reward']:.3g}"
     return (

@@ -27,6 +27,9 @@ BLIND = {"blank": "white images", "swapped": "another problem's image"}
 BESIDE = "beside"
 """In an evaluation's identity: that it is no stage of learning, and the words before how much is right there."""
 
+COLUMNS = ("right, sampled", "right, greedy", "thinks first", "perfect format", "tokens")
+"""Of the short table; one that no stage has a value for is left out."""
+
 EVERY_TIME, ALMOST_EVERY_TIME = 0.995, 0.95
 
 
@@ -86,11 +89,13 @@ def overview(parts: Sequence[Part]) -> dict[str, Any] | None:
             if (words := _beside(part)) and (stage := _stage(part)) is not None:
                 evidence += f" {words} {_percent(stage.right.mean)} % right."
         evidence = evidence.strip()
+    shown = [n for n in range(len(COLUMNS)) if any(_columns(stage)[n][0] is not None for stage in stages)]
     return {
         "headline": headline,
         "evidence": evidence,
         "bars": [_bars(stage) for stage in stages],
-        "rows": [(stage.name, [_cell(value, kind) for value, kind in _columns(stage)]) for stage in stages],
+        "columns": [COLUMNS[n] for n in shown],
+        "rows": [(stage.name, [_cell(*_columns(stage)[n]) for n in shown]) for stage in stages],
         "labels": [_label(part) for part in found],
         "measures": [(name, [table[name] for table in tables]) for name in names],
     }
@@ -156,14 +161,17 @@ def _stage(part: Part) -> Stage | None:
     right = known.get("pass@1")
     if right is None:
         return None
-    thinks, with_, without = _thinking(part)
+    protocol = _identity(part.evaluation).get("protocol")
+    schema = protocol.get("schema") if isinstance(protocol, dict) else None
+    is_plain = isinstance(schema, dict) and schema.get("think_open") == ""  # it was not asked to think
+    thinks, with_, without = (None, None, None) if is_plain else _thinking(part)
     return Stage(
         name=_label(part),
         right=right,
         greedy=known.get("greedy"),
         thinks=thinks,
         tokens=known.get("completion_tokens"),
-        format=known.get("format"),
+        format=None if is_plain else known.get("format"),
         right_with=with_,
         right_without=without,
     )
