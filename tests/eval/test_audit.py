@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -197,6 +198,19 @@ def test_disputed_samples_of_a_model(tmp_path: Path) -> None:
 )
 def test_plain_comparison(answer: str, gold: str, expected: bool) -> None:
     assert plain_equal(answer, gold) is expected
+
+
+@pytest.mark.ci
+def test_calls_without_a_score_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A service that fails now and then refutes nothing, and should not go unseen."""
+    (tmp_path / "mine.py").write_text(
+        "calls = 0\n\n\ndef pay(problem, completion):\n    global calls\n    calls += 1\n"
+        "    if calls == 5:\n        raise ConnectionError('503 away')\n    return 0.5\n"
+    )
+    main(AuditConfig(out=str(tmp_path / "a"), num_problems=2, reward=(f"{tmp_path / 'mine.py'}:pay=0.5",)))
+    told = capsys.readouterr().out
+    assert re.search(r"reward 'pay': \d+ calls? gave no score, the last because: .*503 away", told)
+    assert "2 problems, schema think_answer" in told
 
 
 @pytest.mark.ci

@@ -881,7 +881,7 @@ def test_a_weak_start_is_told_of_once_with_the_option_that_helps(
     policy, task = load_policy(tiny_policy, seed=0), Arithmetic()
     problem = Problem(uid="a", task="arithmetic", prompt="2+3=", answer="5")
     items = [(problem, text, tuple(policy.stop_ids[:1])) for text in texts]
-    drawn: Any = [SimpleNamespace(text=text, completion_ids=ids) for _, text, ids in items]
+    drawn: Any = [SimpleNamespace(text=text, completion_ids=ids, reward=0.0) for _, text, ids in items]
     rollout: Any = SimpleNamespace(
         groups=[SimpleNamespace(problem=problem, samples=drawn)], grades=[grade(policy, task, items)]
     )
@@ -922,10 +922,12 @@ def test_a_folder_that_cannot_be_used_is_refused_before_a_reward_is_called(
 
 def test_rewards_that_fail_are_told_of_at_the_first_and_at_every_doubling() -> None:
     reward = base.WeightedReward("mine", 1.0, lambda problem, completion: 0.0)
+    reward.failures.count = 7  # in the preflight, whose completions are no samples
     failures = rl.Failures([reward])
     told = []
-    for reward.failures.count in range(10):
-        told += [(reward.failures.count, line.partition(",")[0]) for line in failures.news()]
+    for count in range(10):
+        reward.failures.count = 7 + count
+        told += [(count, line.partition(",")[0]) for line in failures.news()]
     assert [count for count, _ in told] == [1, 2, 4, 8]
     assert told[0][1] == "reward 'mine' gave no score once so far"
     assert told[2][1] == "reward 'mine' gave no score 4 times so far"

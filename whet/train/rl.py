@@ -288,7 +288,8 @@ def weak_start(
         )
     dull = values.get("rl/zero_variance_groups", 0.0)
     can_refill = algo.uninformative == "drop"
-    if can_refill and dull > MOST and values["rl/correct"] < SOLVED:
+    is_scored = any(sample.reward is not None for group in rollout.groups for sample in group.samples)
+    if can_refill and is_scored and dull > MOST and values["rl/correct"] < SOLVED:
         return (
             f"{dull:.0%} of the groups of the first batch have equal rewards, which teach nothing: "
             "--algo.uninformative refill samples other problems for them"
@@ -409,26 +410,30 @@ def validate(config: RLConfig, policy: Policy, task: Task, held_out: Sequence[Pr
 class Failures:
     """Rewards that give no score: counted, and told of at the first one and whenever there are twice as many.
 
+    What failed before, in the preflight, was no sample of the run and does not count.
+
     Args:
         rewards: The run's rewards.
     """
 
     def __init__(self, rewards: Sequence[WeightedReward]) -> None:
         self._failures = {reward.name: reward.failures for reward in rewards}
+        self._before = {name: failures.count for name, failures in self._failures.items()}
         self._shown = dict.fromkeys(self._failures, 0)
 
     @property
     def count(self) -> int:
         """Failures of all rewards so far."""
-        return sum(failures.count for failures in self._failures.values())
+        return sum(failures.count - self._before[name] for name, failures in self._failures.items())
 
     def news(self) -> Iterator[str]:
         """Yield a warning for each reward that should be told of now."""
         for name, failures in self._failures.items():
-            if failures.count >= max(1, 2 * self._shown[name]):
-                self._shown[name] = failures.count
-                often = "once" if failures.count == 1 else f"{failures.count} times"
-                left = "this sample is" if failures.count == 1 else "these samples are"
+            count = failures.count - self._before[name]
+            if count >= max(1, 2 * self._shown[name]):
+                self._shown[name] = count
+                often = "once" if count == 1 else f"{count} times"
+                left = "this sample is" if count == 1 else "these samples are"
                 yield f"reward '{name}' gave no score {often} so far, {left} left out; last: {failures.latest}"
 
 

@@ -65,7 +65,8 @@ class AuditConfig:
     task: TaskConfig = field(default_factory=TaskConfig)
     """The task."""
     schema: str = "think_answer"
-    """How a response is asked for and read: a preset such as think_answer, r1, boxed, or your own .yaml file."""
+    """How a response is asked for and read: that of your run (its first lines name it): think_answer, anywhere (plain
+    chat), boxed, ... or your own .yaml file."""
     rewards: dict[str, float] = field(default_factory=lambda: {"correct": 1.0, "format": 0.1})
     """Weight of each built-in reward by name."""
     reward: tuple[str, ...] = ()
@@ -506,7 +507,14 @@ def main(config: AuditConfig) -> None:
         audit.disputed += dispute_samples(task, everything, Path(config.samples))
     open_run(folder, dump_yaml(config), resumable=False)
     _write(folder, audit)
-    print(_table(f"audit of {task.name}: {counted(len(problems), 'problem')}", audit))
+    title = f"audit of {task.name}: {counted(len(problems), 'problem')}, schema {config.schema}"
+    print(_table(title, audit))
+    for reward in rewards:
+        if reward.failures.count:
+            print(
+                f"reward '{reward.name}': {counted(reward.failures.count, 'call')} gave no score, the last because: "
+                f"{reward.failures.latest}"
+            )
     print(
         f"disputed answers, for you to judge: {folder / 'disputed.csv'} ({counted(len(audit.disputed), 'row')})"
     )
