@@ -199,7 +199,8 @@ def test_a_dry_run_finds_what_the_run_would_stop_at_and_can_be_loaded_again(
     again = told(capsys, "rl", "printed.yaml", "--dry-run")
     chosen, _, rest = out.partition("\n")  # what `own` chose is in the printed config
     assert chosen.startswith("# optim.lr = 1e-05, which suits")
-    assert again[:2] == (0, rest), again[2]
+    slow = re.compile(r"^# preflight: .*\n", re.M)  # on a machine that is busy
+    assert (again[0], slow.sub("", again[1])) == (0, slow.sub("", rest)), again[2]
     # The shape of random weights, and what other tasks read, bear on nothing here.
     assert not {"vocab_size", "nodes", "keep_calculator", "games"} & set(re.findall(r"^ *(\w+):", out, re.M))
     assert "vocab_size" in told(capsys, *rl, "--print-config")[1]

@@ -62,7 +62,7 @@ def test_the_rate_suits_the_size_of_the_model(
         assert api._suited(python, {"optim": "lean"}, verbose=True).optim.lr == expected
         assert (f"whet: lr = {expected:g}, which" in capsys.readouterr().out) == (expected != python.optim.lr)
         for options in ({"lr": 3e-5}, {"optim": {"lr": 3e-5}}):
-            config = api._made(cls, given | options)
+            config: Any = api._made(cls, given | options)
             assert api._suited(config, options, verbose=False).optim.lr == 3e-5
 
 
@@ -120,7 +120,7 @@ def test_the_limit_on_completions_goes_by_the_worked_solutions(
         return None
 
     monkeypatch.setattr(api, "measure", measure)
-    for given in ({}, {"max_new_tokens": 7}):
-        result = whet.evaluate(policy, api.Task(short), num_problems=2, **given)
+    for limit in (None, 7):
+        result = whet.evaluate(policy, api.Task(short), num_problems=2, max_new_tokens=limit)
         assert result.prompts.endswith(f"at most {asked[-1]} tokens")
     assert asked == [128, 7]

@@ -257,7 +257,8 @@ def audit_parts(setup: RLSetup) -> list[str]:
             own = [problem for problem in setup.problems if problem.meta.get(PART) == part]
             heartbeat.go_on("preflight")
             try:
-                failures += preflight(setup.task, setup.rewards, setup.policy.schema, own)
+                sign = "# " if beating is None else "whet: "
+                failures += preflight(setup.task, setup.rewards, setup.policy.schema, own, sign=sign)
             except UserError as error:
                 if setup.config.preflight == "stop":
                     raise

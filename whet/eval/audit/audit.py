@@ -422,9 +422,21 @@ def audit_task(
 
 
 def preflight(
-    task: Task, rewards: Sequence[WeightedReward], schema: ResponseSchema, problems: Sequence[Problem]
+    task: Task,
+    rewards: Sequence[WeightedReward],
+    schema: ResponseSchema,
+    problems: Sequence[Problem],
+    *,
+    sign: str = "whet: ",
 ) -> list[str]:
     """Stop a run whose rewards cannot tell right from wrong, by an audit on a few problems that have a gold answer.
+
+    Args:
+        task: The task.
+        rewards: Its rewards.
+        schema: How completions are read.
+        problems: The problems to train on.
+        sign: What a line about slow rewards begins with; '# ' in a dry run, whose output is YAML.
 
     Returns:
         What does not refute the rewards, but should be known before the run.
@@ -442,7 +454,7 @@ def preflight(
         if (now := time.monotonic()) - told > TOLD_S:
             told = now
             text = f"trying the rewards before the run: {count} call{'s' * (count != 1)}, {now - began:.0f} s"
-            print(f"whet: preflight: {text} (no new ones after {PREFLIGHT_S:g} s)", flush=True)
+            print(f"{sign}preflight: {text} (no new ones after {PREFLIGHT_S:g} s)", flush=True)
 
     audit = audit_task(task, rewards, schema, shown, num_measured=0, limit_s=PREFLIGHT_S, tell=tell)
     for check in audit.checks:
