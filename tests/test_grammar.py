@@ -604,7 +604,7 @@ sft demo --warmup-ratio 0.1 | did you mean '--optim.warmup-steps'?
 sft demo --batch 4 | did you mean '--batch-size'?
 rl demo --report-to wandb | did you mean '--track.to'?
 rl demo --optim.precision bf16 | did you mean 'bfloat16_master'?
-demo --num-steps 3 | unknown field '--num-steps' for 'whet demo' (whet demo
+demo --num-steps 3 | num_steps and lora are read with --real only
 export my-model --to transformers --out x | did you mean 'hf'?
 export my-model --to peft --out x | did you mean 'adapter'?
 export my-model --to ggfu --out x | did you mean 'gguf'?
