@@ -171,7 +171,7 @@ def test_an_answer_that_never_comes(make: Make) -> None:
     seat = make("hm ", sampling=ChatSampling(max_new_tokens=9))
     assert seat.say("x") == ("\n", "no answer: the thinking did not end within 9 tokens (/think shows it)\n")
     cut = make("</think>" + "long " * 3, sampling=ChatSampling(max_new_tokens=9))
-    assert cut.say("x") == ("long lon\n", "cut off: sampling.max_new_tokens or the context was reached\n")
+    assert cut.say("x") == ("long lon\n", "cut off: --sampling.max-new-tokens, or the context, was reached\n")
 
 
 def test_a_piped_reply_is_written_as_it_comes(make: Make) -> None:

@@ -64,7 +64,7 @@ PROBLEMS = [
     ({"rl/reward_std": 0.0}, "no learning signal", "check rewards, tags and difficulty"),
     ({"rl/unscorable": 3.0}, "3 samples could not be scored", "whet doctor sandbox"),
     ({"rl/zero_variance_groups": 0.95}, "over 90% of groups", "problems of medium difficulty"),
-    ({"rl/truncated": 0.3}, "cut off", "raise the completion limit"),
+    ({"rl/truncated": 0.3}, "cut off", "raise --sampling.max-new-tokens"),
     ({"rl/ratio_drift": 1e-3}, "sampler and trainer disagree", "check precision"),
     ({"rl/entropy": 0.01, "rl/correct": 0.3}, "entropy fell", "raise clip_high"),
     ({"rl/kl": 2.0}, "left its reference", "raise the KL weight"),

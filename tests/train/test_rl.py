@@ -920,6 +920,20 @@ def test_a_folder_that_cannot_be_used_is_refused_before_a_reward_is_called(
     assert not calls.exists()
 
 
+def test_a_run_that_goes_on_is_not_audited_again(
+    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its preflight has passed; somebody's service, a second a call, is called for completions alone."""
+    config = make_config(tiny_policy, tmp_path / "run", num_steps=2)
+    audited: list[object] = []
+    monkeypatch.setattr(rl, "audit_parts", lambda setup: audited.append(setup) or [])
+    train(replace(config, num_steps=1))
+    assert len(audited) == 1
+    train(config, resume=True)
+    assert len(audited) == 1
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
+
+
 def test_rewards_that_fail_are_told_of_at_the_first_and_at_every_doubling() -> None:
     reward = base.WeightedReward("mine", 1.0, lambda problem, completion: 0.0)
     reward.failures.count = 7  # in the preflight, whose completions are no samples

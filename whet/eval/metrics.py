@@ -208,7 +208,7 @@ def remark(
     if truncated > CUT_OFTEN:
         found.append(
             f"{100 * truncated:.0f} % of the samples were cut off before they ended, and count as wrong where their "
-            "answer did not come: raise sampling.max_new_tokens."
+            "answer did not come: raise --sampling.max-new-tokens."
         )
     return " ".join(found)
 

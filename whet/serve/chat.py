@@ -314,7 +314,7 @@ class Terminal:
             told = "the thinking did not end within" if is_cut else "the model stopped while thinking, after"
             self._note(f"no answer: {told} {counted(reply.num_thinking, 'token')} (/think shows it)")
         elif reply.end == "length":
-            self._note("cut off: sampling.max_new_tokens or the context was reached")
+            self._note("cut off: --sampling.max-new-tokens, or the context, was reached")
 
     def _show(self, pieces: Generator[Piece], reply: Reply) -> None:
         """Show the thinking dim and scrolling, replace it by one line, then show the answer."""

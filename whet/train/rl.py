@@ -133,7 +133,9 @@ def _steps(config: RLConfig, resume: Resume) -> Generator[TrainStep, None, Polic
     config = resolve_precision(config)
     setup = load_rl(config)
     policy, task = setup.policy, setup.task
-    warnings = [*audit_parts(setup), *heat_warnings(config.sampling.temperature)]
+    # A run that goes on has passed, by the same data, rewards and settings: a service need not be called again.
+    warnings = [] if resume is not False else audit_parts(setup)
+    warnings += heat_warnings(config.sampling.temperature)
     folder = open_folder(config, resume=resume)
     held_out = _held_out(config, policy, task)
     write_origin(config, policy, setup.problems, task, held_out)
