@@ -110,7 +110,15 @@ def test_one_sample_has_neither_pass_at_k_nor_majority(
     result, _ = run(policy, monkeypatch, num_samples=1)
     assert {name for name in result.metrics if "@" in name} == {"pass@1"}
     print_result({"tiny": result.metrics}, 2, 1)
-    assert "50.0" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "50.0" in told
+    assert "thinking" in told
+    # Of a plain chat all tokens are the same number twice: it does not think.
+    plain = result.metrics | {"thinking_tokens": result.metrics["completion_tokens"]}
+    print_result({"plain": plain}, 2, 1)
+    told = capsys.readouterr().out
+    assert "completion" in told
+    assert "thinking" not in told
 
 
 def test_files(policy: Policy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -98,6 +98,9 @@ def print_result(
     from rich.text import Text
 
     names = [name for name in table_names(num_samples) if name in next(iter(results.values()))]
+    # Where no thinking is told apart, all tokens count as such: a plain chat does not think.
+    if all(found.get("thinking_tokens") == found.get("completion_tokens") for found in results.values()):
+        names = ["completion_tokens" if name == "thinking_tokens" else name for name in names]
     title = (
         f"{num_problems} {'held-out ' * are_held_out}problem{'s' * (num_problems != 1)} x {num_samples} "
         f"sample{'s' * (num_samples != 1)}; percent, with 95 % intervals over problems"
