@@ -1907,10 +1907,10 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
     ): [
         (
             "bound",
-            "failures.count >= max(1, 2 * self._shown[name])",
-            "failures.count > max(1, 2 * self._shown[name])",
+            "if count >= max(1, 2 * self._shown[name])",
+            "if count > max(1, 2 * self._shown[name])",
         ),
-        ("choice", "self._shown[name] = failures.count", "pass"),
+        ("choice", "self._shown[name] = count", "pass"),
     ],
     ("train/rl.py", (f"{REINFORCING}::test_hot_sampling_is_warned_of",)): [
         ("bound", "if temperature <= HOT:", "if temperature < HOT:"),

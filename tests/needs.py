@@ -106,6 +106,7 @@ THINGS: dict[str, tuple[Callable[[], object], str]] = {
         "no Python of this version can be started by every user",
     ),
     "git": (lambda: program("git"), "git is not installed"),
+    "iconv": (lambda: program("iconv"), "there is no iconv"),
     "kernels": (_has_kernels, "there are no C++ kernels here"),
     "x86": (lambda: build.platform.machine() in build.X86, "not an x86-64 machine"),
     "network namespaces": (

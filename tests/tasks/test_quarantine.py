@@ -31,7 +31,7 @@ def test_bad_rows_of_a_task_and_of_the_parts_of_a_mixture(tmp_path: Path) -> Non
     task.problems("train")
     assert write_quarantine(run, task) == (
         f"3 bad rows of the data skipped (1 with an empty field): see {run / QUARANTINE}; "
-        "1 rows of the data are repeated"
+        "1 row of the data is repeated"
     )
     expected = [
         ("data.jsonl line 2", 2, "'prompt' is empty", '{"prompt": " ", "answer": "3"}'),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import needs
 
 from whet.tasks import read
 from whet.tasks.jsonl import Jsonl
@@ -151,6 +152,16 @@ def test_spreadsheets_unicode_text_is_read_and_half_of_it_refused(order: str, tm
             read_file(tmp_path / name, required=())
 
 
+@needs("iconv")
+def test_the_command_that_makes_utf_8_of_an_excel_file_works(tmp_path: Path) -> None:
+    excel = write(tmp_path, "Frage;Antwort\nÄnne hat 3 Nüsse.;3\n".encode("cp1252"), "aufgaben.csv")
+    with pytest.raises(UserError, match="not CSV in UTF-8") as caught:
+        first_row(excel)  # before columns are asked for
+    command = str(caught.value).rpartition(": ")[2]
+    assert subprocess.run(command, shell=True, check=False).returncode == 0
+    assert first_row(tmp_path / "aufgaben-utf8.csv")["Frage"] == "Änne hat 3 Nüsse."
+
+
 def test_csv(tmp_path: Path) -> None:
     path = write(tmp_path, b'\xef\xbb\xbfq,a\r\n"1,\n1",2\nx\n3,4\n', "data.csv")
     rows, bad = read_file(path, required=["q"], max_bad_rows=1)
@@ -159,12 +170,6 @@ def test_csv(tmp_path: Path) -> None:
     assert bad == [BadRow("data.csv row 2", "not as many fields as columns", 2, raw)]
     with pytest.raises(UserError, match="data.csv: not CSV in UTF-8"):
         read_file(write(tmp_path, b"q\n\xff\n", "data.csv"), required=["q"])
-    excel = write(tmp_path, "Frage;Antwort\nÄnne hat 3 Nüsse.;3\n".encode("cp1252"), "aufgaben.csv")
-    with pytest.raises(UserError, match="not CSV in UTF-8") as caught:
-        first_row(excel)  # before columns are asked for
-    command = str(caught.value).rpartition(": ")[2]
-    assert subprocess.run(command, shell=True, check=False).returncode == 0
-    assert first_row(tmp_path / "aufgaben-utf8.csv")["Frage"] == "Änne hat 3 Nüsse."
     path = write(tmp_path, b"q\r,a\n1,2\n", "data.csv")
     assert first_row(path) == {}
     with pytest.raises(UserError, match="data.csv: not CSV"):

@@ -239,7 +239,7 @@ def test_what_a_reward_cannot_score_is_left_out_and_counted(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(setup, "preflight", lambda *arguments: [])
+    monkeypatch.setattr(setup, "preflight", lambda *arguments, **options: [])
     train(make_config(tiny_policy, tmp_path / "run", reward=(f"{mine}:picky",)))
     found = rows(tmp_path / "run", "samples.jsonl")
     failed = [row for row in found if len(row["completion"]) % 3 and len(row["completion"]) % 7 == 1]

@@ -467,7 +467,7 @@ def test_a_run_that_solves_everything_is_not_dead(
     tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Arithmetic, "is_correct", lambda self, problem, answer: True)
-    monkeypatch.setattr(setup, "preflight", lambda *arguments: [])
+    monkeypatch.setattr(setup, "preflight", lambda *arguments, **options: [])
     set_reward(monkeypatch, "correct", lambda schema, problem, completion: 1.0)
     config = make_config(tiny_policy, tmp_path, rewards={"correct": 1.0}, max_dead_steps=2, num_steps=4)
     train(config)
@@ -625,7 +625,7 @@ def test_the_mean_of_one_reward_counts_the_samples_that_it_scored(
 ) -> None:
     set_reward(monkeypatch, "format", unless_ideal(None))
     set_reward(monkeypatch, "correct", lambda schema, problem, completion: float(bool(completion)))
-    monkeypatch.setattr(setup, "preflight", lambda *arguments: [])
+    monkeypatch.setattr(setup, "preflight", lambda *arguments, **options: [])
     train(make_config(tiny_policy, tmp_path, num_steps=1))
     (row,) = metrics(tmp_path)
     scores = [s["rewards"]["correct"] for s in samples(tmp_path)]

@@ -153,7 +153,7 @@ def test_a_coin_decides_every_reward_of_the_control(config: RLConfig, tmp_path: 
 
 def test_the_control_still_measures_right_answers(config: RLConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Arithmetic, "is_correct", lambda self, problem, answer: True)
-    monkeypatch.setattr(setup, "preflight", lambda *arguments: [])
+    monkeypatch.setattr(setup, "preflight", lambda *arguments, **options: [])
     rl.train(replace(config, control="random_reward", num_steps=1))
     (row,) = rows(config)
     assert row["rl/correct"] == 1.0
