@@ -121,6 +121,22 @@ def test_only_problems_that_both_have_are_compared_and_the_rest_is_told(
     assert verdicts == [False, *[True] * 8]
 
 
+@pytest.mark.parametrize("thinking", [5, 9])
+def test_models_that_do_not_think_are_not_compared_by_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], thinking: int
+) -> None:
+    """Of a plain chat all tokens count as thinking: the same row twice."""
+    for name in "ab":
+        rows = [
+            completion(uid, s, uid == "p", thinking_tokens=thinking) for uid in "pq" for s in ("greedy", 0, 1)
+        ]
+        write(tmp_path / name, rows)
+    run(tmp_path / "out", tmp_path / "a", tmp_path / "b")
+    told = capsys.readouterr().out
+    assert "completion tokens" in told
+    assert ("thinking tokens" in told) == (thinking == 5)
+
+
 def test_other_protocols_are_refused_and_by_force_get_a_banner(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -140,6 +140,11 @@ def print_comparison(content: Mapping[str, Any], transcripts: Sequence[Mapping[s
 def _significance(console: Console, table: Mapping[str, Any], content: Mapping[str, Any]) -> None:
     """Print the main metrics of a pair; one that is 0 on both sides says nothing."""
     shown = [row for row in table["rows"] if row["is_main"] and (row["a"] or row["b"])]
+    lengths = {row["metric"]: (row["a"], row["b"]) for row in shown}
+    if lengths.get("thinking_tokens") == lengths.get(
+        "completion_tokens"
+    ):  # neither thinks: all tokens count as such
+        shown = [row for row in shown if row["metric"] != "thinking_tokens"]
     rows: list[list[str]] = []
     for row in shown:
         text = row["text"]
