@@ -661,9 +661,9 @@ def work() -> Iterator[Path]:
         setup = importlib.import_module("whet.train.setup")
         real = setup.preflight
 
-        def check_own(task: Any, rewards: Any, *rest: Any) -> Any:
+        def check_own(task: Any, rewards: Any, *rest: Any, **options: Any) -> Any:
             known = all(reward.name in base.REWARDS for reward in rewards)
-            return [] if known else real(task, rewards, *rest)
+            return [] if known else real(task, rewards, *rest, **options)
 
         patch.setattr(setup, "preflight", check_own)
         rollout = importlib.import_module("whet.train.rollout.rollout")

@@ -526,6 +526,10 @@ def _name_adapter(text: str, find_run: FindRun) -> str:
     return f"{name if sign else source}={found}" if sign or found != source else text.strip()
 
 
+UNWIND_S = 5
+"""Longest time that a program may take to end after SIGTERM, outside of a training's steps."""
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM, outside of a training's steps, which have their own handler."""
 
@@ -540,12 +544,14 @@ def _terminable() -> Iterator[None]:
 
     def stop(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends it at once
+        signal.alarm(UNWIND_S)  # and so does time: in an import or a callback the exception may be lost
         raise Terminated
 
     signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
+        signal.alarm(0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from needs import SHARED, needs
 
+from whet import __main__
 from whet.eval.evaluate import evaluate, take_problems
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
@@ -122,6 +124,12 @@ def test_structure_of_the_demo_with_a_real_model(
             assert chapter["title"] in text
         assert all(len(row) == len(chapter["head"]) for row in chapter["rows"])
     assert "thinks first" not in page  # it was not asked to
+    chat, compare = told.partition("next: ")[2].splitlines()[:2]
+    small = (
+        f"--eval.num-problems 2 --eval.num-samples 1 --eval.sampling.max-new-tokens 4 --out {tmp_path / 'c'}"
+    )
+    for line in (f"{chat} --prompt Hello --sampling.max-new-tokens 4", f"{compare} {small}"):
+        assert __main__.main(shlex.split(line)[1:]) == 0
     summary = json.loads((folder / "summary.json").read_text())
     assert set(real.STAGES) < set(summary)
     assert "Of other kinds the base gets" in page or summary["base"]["pass@1"] == summary["rl"]["pass@1"]

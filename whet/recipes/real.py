@@ -223,11 +223,12 @@ def run(
         soft_wrap=True,
         highlight=False,
     )
-    console.print(
+    # Not by the console, which would wrap it: it is pasted.
+    print(
         next_line(
-            ["whet", "chat", config.out], ["whet", "compare", "smollm2", config.out, "--task", "words"]
-        ),
-        highlight=False,
+            ["whet", "chat", config.out],
+            ["whet", "compare", config.policy.init, config.out, "--task", "words"],
+        )
     )
 
 
