@@ -636,8 +636,8 @@ def test_an_interrupt_names_a_command_that_works(tmp_path: Path) -> None:
     config = SimpleNamespace(out=str(tmp_path / "run"))
     with pytest.raises(KeyboardInterrupt, match="nothing was begun: the same command starts it again"):
         __main__._start(program, config, False)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").touch()
+    # An evaluation of several tasks, and seeds of a recipe, have their config.yaml one folder below.
+    (tmp_path / "run" / "gsm8k").mkdir(parents=True)
     with pytest.raises(KeyboardInterrupt, match="with --resume goes on"):
         __main__._start(program, config, False)
 

@@ -508,7 +508,8 @@ def _start(program: Program, config: Any, resume: bool | int) -> None:
         raise
     except KeyboardInterrupt as error:
         again = "the same command with --resume goes on from its last checkpoint"
-        if not (Path(config.out) / "config.yaml").is_file():  # in its preflight: there is no run yet
+        folder = Path(config.out)
+        if not folder.is_dir() or not any(folder.iterdir()):  # in its preflight: there is no run yet
             again = "nothing was begun: the same command starts it again"
         raise type(error)(str(error) or again) from None
 

@@ -116,7 +116,7 @@ def python_words(text: str) -> str:
         return (f"{name}={value}" if alone else f"{outer[-1]}={{{name!r}: {value}}}") + rest
 
     text = text.replace("--preflight warn", "--preflight")
-    return re.sub(r"(?<![\w-])--((?:[a-z][\w-]*\.)*[a-z][\w-]*)( \d[\d.]*\d|\ \d| [a-z_]+)?", argument, text)
+    return re.sub(r"(?<![\w-])--((?:[a-z][\w-]*\.)*[a-z][\w-]*)( \d(?:[\d.]*\d)?| [a-z_]+)?", argument, text)
 
 
 _VALUES = frozenset(

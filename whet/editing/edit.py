@@ -187,8 +187,8 @@ def _expected(editor: Editor, facts: Sequence[Fact], config: EditConfig, text: s
     """Say how long an edit will take."""
     own = {"text": text, "writes": config.writes, "seed": config.seed}
     seconds = editor.expected_seconds(facts, config.edit, **own)
-    beside = " besides the task" if config.task else ""
-    return f"at most about {clock(seconds)}{beside} (a few steps of a few facts, extrapolated)"
+    plus = ", not counting the task," if config.task else ""
+    return f"at most about {clock(seconds)}{plus} (a few steps of a few facts, extrapolated)"
 
 
 def _facts(config: EditConfig) -> list[Fact]:

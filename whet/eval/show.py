@@ -98,7 +98,7 @@ def print_result(
     from rich.text import Text
 
     names = [name for name in table_names(num_samples) if name in next(iter(results.values()))]
-    # Where no thinking is told apart, all tokens count as such: a plain chat does not think.
+    # A plain chat does not think: without thinking tags, every token is counted as thinking.
     if all(found.get("thinking_tokens") == found.get("completion_tokens") for found in results.values()):
         names = ["completion_tokens" if name == "thinking_tokens" else name for name in names]
     title = (

@@ -88,7 +88,7 @@ class DemoConfig:
     num_steps: int = 0
     """With --real: steps of the reinforcement; 0 for the recipe's."""
     lora: bool = False
-    """With --real: train adapters of rank 16 in place of the weights."""
+    """With --real: train adapters of rank 16 instead of the weights."""
 
     def __post_init__(self) -> None:
         for name, default in (

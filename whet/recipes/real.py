@@ -72,7 +72,7 @@ STAGES = {
 TOLD = (
     "A real model learns to reason",
     "SmolLM2-135M-Instruct can chat, and gets one word problem in eight right. It now practises alone: it tries eight "
-    "times, and right answers pay (GRPO). Nobody shows it how; no word of a worked solution is read.",
+    "times, and right answers pay (GRPO). It sees no worked solution.",
 )
 EQUATION = re.compile(
     r"(?<![\d.,])(\d+) ?([-+*x×/÷−]) ?(\d+)(?: ?([-+−]) ?(\d+))? ?= ?(?:\$ ?)?(\d+)(?![\d,]|\.\d)"
@@ -117,7 +117,7 @@ def run(
     Args:
         folder: New folder of it all.
         text: config.yaml.
-        console: Where it is told.
+        console: What it prints to.
         num_problems: Held-out problems of each kind.
         num_samples: Samples per problem.
         num_steps: Steps of reinforcement; 0 for the recipe's.
