@@ -20,7 +20,6 @@ from whet.eval.measure import EvalResult
 from whet.eval.show import print_result, show_metric
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
-from whet.recipes import real
 from whet.recipes import rl as rl_recipes
 from whet.recipes import sft as sft_recipes
 from whet.recipes.models import seeing_model
@@ -159,6 +158,9 @@ def main(config: DemoConfig) -> None:
     folder = Path(config.out or dated(f"demo{kind}"))
     torch.set_num_threads(config.num_threads)
     if config.real:
+        # Editing, quantisation and export, of which the other demos need nothing.
+        from whet.recipes import real
+
         real.run(
             folder,
             dump_yaml(config),
