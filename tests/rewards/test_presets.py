@@ -292,6 +292,12 @@ def test_steps(thinking: str, expected: float) -> None:
     assert score("steps", SCHEMA.render(thinking, "24 - 6 = 19")) == expected
 
 
+@pytest.mark.parametrize("name", ["anywhere", "boxed", "hashes"])
+def test_steps_reads_all_of_a_completion_that_has_no_thinking(name: str) -> None:
+    text = "So 24 - 6 = 19. Then 19 + 1 = 20."
+    assert score("steps", text, schema=SCHEMAS[name]) == 0.5
+
+
 def test_steps_needs_a_closed_thinking() -> None:
     assert score("steps", "1 + 1 = 2") == 0.0
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from whet.telemetry.health import QUIET_ROWS, health_warnings
-from whet.telemetry.log import RunLog, clean_metrics, read_metrics, read_rows
+from whet.telemetry.log import RunLog, clean_metrics, read_metrics, read_rows, write_warning
 from whet.telemetry.metrics import FAMILIES, METRICS, find_metric, format_metric
 from whet.types import Group, Message, Problem, Sample
 
@@ -215,6 +215,19 @@ def test_resume_drops_the_rows_that_will_be_written_again(tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
     assert [row["step"] for row in read_rows(tmp_path / "samples.jsonl")] == [1, 2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "warnings.jsonl"])
+def test_resume_drops_a_line_that_stands_there_twice(tmp_path, name):
+    with RunLog(tmp_path) as log:
+        for step in (1, 2):
+            log.write_metrics("rl", step, {"rl/loss": 0.0})
+            log.write_samples(step, [make_group()])
+            write_warning(tmp_path, step, "rewards fell")
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole + whole.splitlines(keepends=True)[-1])
+    with RunLog(tmp_path, resume_step=2):
+        assert (tmp_path / name).read_bytes() == whole
 
 
 def test_other_ranks_write_nothing(tmp_path):

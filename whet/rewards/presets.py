@@ -474,13 +474,13 @@ def degenerate(schema: ResponseSchema, task: Task) -> Reward:
 
 
 def steps(schema: ResponseSchema, task: Task) -> Reward:
-    """Return the share of true equations among the checkable ones of the thinking.
+    """Return the share of true equations among the checkable ones of the thinking, or of all of a completion without.
 
     1 when there is nothing to check (writing no equations must not cost), 0 when the thinking is not closed.
     """
 
     def score(problem: Problem, completion: str) -> float:
-        thinking = schema.parse(completion).thinking
+        thinking = schema.parse(completion).thinking if schema.has_thinking else completion
         if thinking is None:
             return 0.0
         verdicts = [step.verdict for step in audit_steps(thinking)]

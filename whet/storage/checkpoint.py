@@ -171,7 +171,7 @@ RECORDS = "replay"
 """Folder of recorded steps; each starts from the checkpoint of the step before, the first without weights."""
 ORIGIN = "training/run.json"
 """File of a checkpoint: the id of the run that made it."""
-LOGS = ("metrics.jsonl", "samples.jsonl")
+LOGS = ("metrics.jsonl", "samples.jsonl", "warnings.jsonl")
 Sameness = Literal["strict", "warn", "off"]
 """What to do if a resumed run cannot be bitwise the same: refuse, warn, or nothing."""
 

@@ -324,7 +324,7 @@ def leads_out(path: Path) -> bool:
 
 
 def _mend(path: Path, resume_step: int | None) -> None:
-    """Drop a last line cut short by a crash and, on resume, the rows after `resume_step` and unreadable ones."""
+    """Drop a last line cut short by a crash and, on resume, rows after `resume_step`, doubled and unreadable ones."""
     if not path.exists() or path.stat().st_size == 0:
         return
     with path.open("rb") as file:
@@ -335,12 +335,14 @@ def _mend(path: Path, resume_step: int | None) -> None:
     temporary = path.with_suffix(".partial")
     try:
         with path.open("rb") as source, temporary.open("wb") as target:
+            before = b""
             for line in source:
                 row = parse_row(line)
                 step = None if row is None else as_number(row.get("step"))
-                is_kept = resume_step is None or (step is not None and step <= resume_step)
+                is_kept = resume_step is None or (step is not None and step <= resume_step and line != before)
                 if line.endswith(b"\n") and is_kept:
                     target.write(line)
+                    before = line
             target.flush()
             os.fsync(target.fileno())
         temporary.replace(path)
