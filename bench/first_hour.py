@@ -246,7 +246,9 @@ class Hour:
 
     def __init__(self, folder: Path, clone: Path, *, quick: bool) -> None:
         self._folder, self._quick, self.failed, self.misleading = folder, quick, 0, 0
-        self._env = os.environ | {"PYTHONPATH": str(clone)}
+        # As after the first line of README, which activates the environment: what is printed begins with `whet`.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        self._env = os.environ | {"PYTHONPATH": str(clone), "PATH": path}
         self._whet = [sys.executable, "-m", "whet"]
 
     def try_(self, what: str, command: str, run: Callable[[], tuple[int, str]]) -> None:

@@ -19,6 +19,8 @@ os.environ.setdefault("WHET_KERNELS", "cpp")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 # Where the shell forbids to keep what is compiled, each of the many processes that tests start compiles all of PyTorch.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# As in an environment that was activated: printed commands begin with `whet`.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 import pytest
 import torch

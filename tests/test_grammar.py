@@ -524,7 +524,8 @@ def test_own_recipes_are_sized_by_the_machine(home: Path, monkeypatch: pytest.Mo
 
 
 def test_the_advice_is_the_command_that_works_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pip = "pip" if install._has_pip() else f"{shlex.quote(sys.executable)} -m pip"
+    monkeypatch.setenv("PATH", str(tmp_path))  # a shell that finds no pip, or another Python's
+    pip = f"{shlex.quote(sys.executable)} -m pip"
     (tmp_path / "constraints.txt").touch()
     wheel = "https://example.org/whet-0.1.0-py3-none-any.whl"
     repository = {"vcs": "git", "commit_id": "abc"}

@@ -17,7 +17,9 @@ from test_bring_your_own import make_model
 
 import whet
 from whet import __main__
+from whet.install import as_typed
 from whet.storage.checkpoint import saved_steps
+from whet.storage.folder import next_line
 from whet.train import sft
 from whet.train.session import TrainStep
 
@@ -246,3 +248,22 @@ def test_a_run_that_is_resumed_elsewhere_says_where_its_paths_begin(
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert f"the run was started in {at_home}, where its paths begin: cd there" in err
+
+
+def test_a_command_is_printed_by_its_path_where_the_shell_does_not_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "my env" / "bin" / "whet"
+    program.parent.mkdir(parents=True)
+    monkeypatch.setattr("sys.executable", str(program.with_name("python")))
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert as_typed("chat", "a b") == f"'{program.with_name('python')}' -m whet chat 'a b'"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    assert as_typed("chat", "a b") == f"'{program}' chat 'a b'"
+    monkeypatch.chdir(tmp_path)
+    assert (
+        next_line("whet report x", "ollama run x") == "next: 'my env/bin/whet' report x\n      ollama run x"
+    )
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert next_line(["whet", "report", "x"]) == "next: whet report x"

@@ -36,7 +36,7 @@ def install_command(extra: str = "") -> str:
     Args:
         extra: A name of `[project.optional-dependencies]`.
     """
-    pip = "pip" if _has_pip() else f"{shlex.quote(sys.executable)} -m pip"
+    pip = pip_command()
     suffix = f"[{extra}]" if extra else ""
     source = _source()
     url, place = str(source.get("url", "")), urlsplit(str(source.get("url", "")))
@@ -98,9 +98,31 @@ def _source() -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _has_pip() -> bool:
-    """Say whether the `pip` of the shell is this Python's."""
-    found = shutil.which("pip")
+def pip_command() -> str:
+    """Return this Python's pip as one types it."""
+    return "pip" if _is_found("pip") else f"{shlex.quote(sys.executable)} -m pip"
+
+
+def as_typed(*words: str) -> str:
+    """Return a command of whet as one types it: `whet` is its path where the shell does not find this one.
+
+    Args:
+        words: The words after `whet`.
+    """
+    own = Path(sys.executable).with_name("whet")
+    if _is_found("whet"):
+        start = "whet"
+    elif own.is_file():
+        here = Path.cwd()
+        start = shlex.quote(str(own.relative_to(here) if own.is_relative_to(here) else own))
+    else:
+        start = f"{shlex.quote(sys.executable)} -m whet"
+    return " ".join([start, *map(shlex.quote, words)])
+
+
+def _is_found(program: str) -> bool:
+    """Say whether the shell finds this Python's program by its name."""
+    found = shutil.which(program)
     return found is not None and Path(found).parent == Path(sys.executable).parent
 
 

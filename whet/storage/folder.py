@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from whet.config import user_path
-from whet.install import NoPosix
+from whet.install import NoPosix, as_typed
 from whet.storage.commit import UNREADABLE, recover, set_aside, sync, verify_folder
 from whet.types import UserError
 
@@ -156,8 +156,9 @@ NEXT_INDENT = "\n      "
 
 def next_line(*commands: str | Sequence[str]) -> str:
     """Return what one does next: whole commands, given as words, one a line, as they can be pasted; '' is left out."""
-    texts = (text if isinstance(text, str) else shlex.join(text) for text in commands)
-    return f"next: {NEXT_INDENT.join(filter(None, texts))}"
+    texts = [text if isinstance(text, str) else shlex.join(text) for text in commands]
+    typed = (as_typed() + text[4:] if text.startswith("whet ") else text for text in texts)
+    return f"next: {NEXT_INDENT.join(filter(None, typed))}"
 
 
 def check_folder(folder: Path, *, resumable: bool = True) -> None:

@@ -7,7 +7,6 @@ for are no crashes.
 from __future__ import annotations
 
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from whet import processes
+from whet.install import as_typed
 
 COMMAND = (sys.executable, "-m", "whet")
 FIRST_S, LONGEST_S = 1.0, 60.0
@@ -133,6 +133,6 @@ def _say(text: str) -> None:
 
 
 def _give_up(text: str, run: Path, status: int) -> int:
-    look = shlex.join(["whet", "doctor", "hang", str(run)])
+    look = as_typed("doctor", "hang", str(run))
     _say(f"error: {text}: it is not started again; see {look!r} and what it printed")
     return status

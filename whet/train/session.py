@@ -24,6 +24,7 @@ import torch
 from whet.config import default_data, dump_yaml, read_yaml, to_dict, user_path
 from whet.eval.compare.asked import FILES
 from whet.generate.policy import Policy, PolicyConfig, load_policy, resolve_device, written_date
+from whet.install import as_typed
 from whet.kernels import dispatch
 from whet.model.changes import CHANGES, changed_weights
 from whet.model.config import has_experts
@@ -497,7 +498,7 @@ def finish(config: RunConfig) -> None:
         print(next_steps(config))
         program, name = type(config).__name__.removesuffix("Config").lower(), _length_of(config)
         option = [f"--{name.replace('_', '-')}", str(2 * getattr(config, name))]
-        print(f"more steps: {shlex.join(['whet', program, config.out, '--resume', *option])}")
+        print(f"more steps: {as_typed(program, config.out, '--resume', *option)}")
 
 
 def write_changes(config: RunConfig) -> dict[str, float]:
@@ -881,7 +882,7 @@ class Session:
                     else "in its first step: nothing is saved yet"
                 )
                 line = f"whet: stopped by {name} {where}"
-                again = shlex.join(["whet", self._program, str(self._folder), "--resume"])
+                again = as_typed(self._program, str(self._folder), "--resume")
                 print(f"{line}; go on with: {again}", flush=True)
             raise Stopped(128 + self._stop)
 
