@@ -213,6 +213,43 @@ def test_a_column_of_decimal_commas_is_compared_as_numbers(tmp_path: Path) -> No
     assert not dispute(task, list(by_gold.values()))
 
 
+@pytest.mark.parametrize(
+    ("name", "golds", "says", "is_thousand"),
+    [
+        ("a.csv", "1.700 225 4.000", "decimal commas: '1.700' is 1700", True),
+        ("a.jsonl", "1.700 1.234.567 8", "decimal commas: '1.700' is 1700", True),
+        ("a.jsonl", "1.700 1,05 8", "decimal commas: '1.700' is 1700", True),
+        ("a.jsonl", "1.700 225 4.000", "warning: '1.700' is read as a decimal number", False),
+        ("a.csv", "1.700 225 2.5", "", False),
+        ("a.jsonl", "1.700 225 2.5", "", False),
+    ],
+)
+def test_points_that_group_thousands_are_seen_or_told_of(
+    name: str, golds: str, says: str, is_thousand: bool, tmp_path: Path
+) -> None:
+    """A Spanish spreadsheet, whose columns are parted by semicolons, writes 1700 as `1.700`."""
+    path = tmp_path / name
+    rows = [(f"How many are {gold}?", gold) for gold in golds.split()]
+    lines = (
+        ["prompt;answer", *(f"{question};{gold}" for question, gold in rows)]
+        if name.endswith("csv")
+        else [json.dumps({"prompt": question, "answer": gold}) for question, gold in rows]
+    )
+    path.write_text("\n".join(lines) + "\n")
+    task = Jsonl(path)
+    by_gold = {p.answer: p for split in ("train", "dev", "test") for p in task.problems(split)}
+    assert says in task.recognised
+    assert bool(says) or "1.700'" not in task.recognised.partition("\n  answer")[0]
+    for answer, is_right in (
+        ("1700", is_thousand),
+        ("1.700", True),
+        ("1,700", is_thousand),
+        ("1.7", not is_thousand),
+    ):
+        assert task.is_correct(by_gold["1.700"], answer) is is_right, answer
+    assert not dispute(task, list(by_gold.values()))
+
+
 def test_file_is_split_by_prompt(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{index // 2}", "answer": "4", "solution": str(index)} for index in range(4000)]
     path = write(tmp_path, *rows, name="all.jsonl") / "all.jsonl"

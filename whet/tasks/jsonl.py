@@ -10,7 +10,8 @@ from typing import Any
 
 from whet.model.vision.reading import Urls, shown
 from whet.rewards.answers.equal import answers_equal
-from whet.rewards.answers.texts import column_of
+from whet.rewards.answers.numbers import decimal_comma, is_grouped, with_points
+from whet.rewards.answers.texts import Column, column_of
 from whet.schema import AnswerType
 from whet.tasks.choice import has_options
 from whet.tasks.columns import Columns, Content, accepted_in, read_row, recognise
@@ -24,6 +25,7 @@ from whet.tasks.read import (
     check_split,
     division,
     first_row,
+    has_semicolons,
     is_hub_name,
     near_file,
     read_file,
@@ -243,7 +245,10 @@ class Jsonl:
         self.bad_rows += bad
         if not contents:
             raise UserError(f"{source}: no rows that can be used; check --task.path")
-        return self._unique(source, contents)
+        golds = [content.answer for _, content in contents if content.answer]
+        column = column_of(golds, has_semicolons=isinstance(rows, Path) and has_semicolons(rows))
+        self.recognised += _grouped(column, golds)
+        return self._unique(source, contents, column)
 
     def _settled(
         self, source: str, columns: Columns, contents: list[tuple[int, Content]], num_tolerated: int
@@ -275,10 +280,9 @@ class Jsonl:
             )
         return [(number, content.verbatim()) for number, content in contents], []
 
-    def _unique(self, source: str, contents: Sequence[tuple[int, Content]]) -> list[Problem]:
+    def _unique(self, source: str, contents: Sequence[tuple[int, Content]], column: Column) -> list[Problem]:
         problems: dict[str, Problem] = {}
         seen: set[Content] = set()
-        column = column_of(content.answer for _, content in contents if content.answer)
         for number, content in contents:
             if content in seen:
                 self.num_duplicates += 1
@@ -343,3 +347,18 @@ def _shown(source: str, columns: Columns, sample: Content | None, no_gold: str) 
         parts |= {"reply": repr(sample.reply) if sample.reply else ""}
         lines += [f"  {name}: {text[:SHOWN]}" for name, text in parts.items() if text]
     return "\n".join(lines)
+
+
+def _grouped(column: Column, golds: Sequence[str]) -> str:
+    """Say how answers like `1.700` are read, where there are any and nothing else tells a reader."""
+    found = next((gold for gold in golds if is_grouped(gold)), "")
+    if (
+        not found
+        or column not in ("", "comma")
+        or (not column and any(decimal_comma(gold) is False for gold in golds))
+    ):
+        return ""
+    whole = with_points(found, has_groups=True)
+    if column:
+        return f"\n  decimal commas: {found!r} is {whole}"
+    return f"\n  warning: {found!r} is read as a decimal number; where it means {whole}, write it so"

@@ -154,7 +154,19 @@ def _csv_rows(path: Path) -> Iterable[dict[str | Any, Any]]:
     csv.field_size_limit(MAX_LINE_BYTES)  # of the whole process; a data URI is longer than the default
     lines = (line.decode("utf-8") for _, line in _lines(path))
     names = next(lines, "")
-    return csv.DictReader(chain([names], lines), strict=True, delimiter=max(",;\t", key=names.count))
+    return csv.DictReader(chain([names], lines), strict=True, delimiter=_delimiter(names))
+
+
+def _delimiter(names: str) -> str:
+    return max(",;\t", key=names.count)
+
+
+def has_semicolons(path: Path) -> bool:
+    """Say whether a file is CSV whose columns are parted by semicolons."""
+    return (
+        path.suffix.lower() in CSV
+        and _delimiter(next((line.decode("utf-8") for _, line in _lines(path)), "")) == ";"
+    )
 
 
 def read_parquet(

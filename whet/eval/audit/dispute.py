@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.eval.grade import judge_answers
-from whet.rewards.answers.numbers import with_points
+from whet.rewards.answers.numbers import both_with_points
 from whet.sandbox.graders.graders import GraderPool
 from whet.tasks.jsonl import COLUMN
 from whet.tasks.selftest import mutated_answer, rewritten_answers
@@ -125,7 +125,7 @@ def _compare(task: Task, rows: Sequence[tuple[Problem, str, str]]) -> list[Dispu
 def _points(problem: Problem, answer: str, gold: str) -> tuple[str, str]:
     """Write decimal commas as points where the data have them: the second verifier reads none."""
     if problem.meta.get(COLUMN) == "comma":
-        return with_points(answer), with_points(gold)
+        return both_with_points(answer, gold)
     return answer, gold
 
 

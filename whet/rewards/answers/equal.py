@@ -21,8 +21,8 @@ Policy, where public graders differ:
   intervals; others are compared up to a factor. `2/3 ≈ 0.67` counts as 2/3, and as 0.67 if correctly rounded.
 - *Scripts*: digits and punctuation of any script count as ASCII ones; Chinese numerals are numbers, yes and no of other
   languages are yes and no (`whet.rewards.answers.scripts`). `1.234,56` and `1.234.567` are European; `1,5` is 1.5 if
-  the other side is a decimal that is not an integer, or the data's gold answers have decimal commas; `1.234` is always
-  1.234 and `1,234` always 1234.
+  the other side is a decimal that is not an integer, or the data's gold answers have decimal commas; `1.234` is 1234
+  among those alone, and `1,234` always.
 - *Words*: case, articles and punctuation do not count; number words ("twelve") are numbers, `(B) the cube` and `B) 12`
   are B.
 - *Hedging pays nothing*: several answers never equal one, and text around an answer is not searched; only its boxes,
@@ -41,11 +41,11 @@ from whet.rewards.answers.latex import WORD_CLOSE, WORD_OPEN, clean
 from whet.rewards.answers.markup import without_markup
 from whet.rewards.answers.numbers import (
     Number,
+    both_with_points,
     numbers_equal,
     parse_decimal_comma,
     parse_number,
     spelled_number,
-    with_points,
 )
 from whet.rewards.answers.scripts import ANSWER_IS, VERDICTS, fold, numeral_in_digits
 from whet.rewards.answers.structure import (
@@ -106,7 +106,7 @@ def answers_equal(
         True when both are the same answer. Never raises; bounded in time.
     """
     if column == "comma":
-        prediction, gold = with_points(prediction), with_points(gold)
+        prediction, gold = both_with_points(prediction, gold)
     left, right = prediction.strip(), gold.strip()
     if not left or not right:
         return False

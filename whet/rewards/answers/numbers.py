@@ -40,6 +40,7 @@ _COMMAS = re.compile(
     r"(?<![0-9.,])([1-9][0-9]{0,2}(?:(?:\.[0-9]{3})+|(?: [0-9]{3})+)|[0-9]+),([0-9]{1,2}|[0-9]{4,})"
     r"(?![0-9]|[.,][0-9])"
 )
+_GROUPS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:\.[0-9]{3})+(?![0-9]|[.,][0-9])")
 _AROUND = re.compile(r"^[^0-9]+|[^0-9]+$")
 _DOTTED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:\.[0-9]{3}){2,}")
 
@@ -149,9 +150,26 @@ def parse_decimal_comma(text: str) -> Number | None:
     )
 
 
-def with_points(text: str) -> str:
-    """Write a text's decimal commas as points: `R$ 1.234,50` as `R$ 1234.50`; `1,234` may be thousands, and stays."""
-    return _COMMAS.sub(lambda match: re.sub("[. ]", "", match[1]) + "." + match[2], text)
+def with_points(text: str, *, has_groups: bool = False) -> str:
+    """Write a text's decimal commas as points: `R$ 1.234,50` as `R$ 1234.50`; `1,234` may be thousands, and stays.
+
+    Args:
+        text: Any text.
+        has_groups: Whether points group thousands: `1.700` is written as `1700`.
+    """
+    text = _COMMAS.sub(lambda match: re.sub("[. ]", "", match[1]) + "." + match[2], text)
+    return _GROUPS.sub(lambda match: match[0].replace(".", ""), text) if has_groups else text
+
+
+def both_with_points(prediction: str, gold: str) -> tuple[str, str]:
+    """Write the decimal commas of an answer and its gold answer as points; the gold answer's points group thousands.
+
+    Those of the answer do where the gold answer is that large: `1.700` is then `1700`, and beside `1,7` it is 1.7.
+    """
+    read = with_points(gold, has_groups=True)
+    number = parse_number(read)
+    is_large = read != with_points(gold) or (number is not None and abs(number.value) >= 1000)
+    return with_points(prediction, has_groups=is_large), read
 
 
 def decimal_comma(text: str) -> bool | None:
@@ -163,10 +181,12 @@ def decimal_comma(text: str) -> bool | None:
     found = _COMMAS.fullmatch(text)
     if found is not None:
         return True if found[2].startswith("0") or not found[1].isdecimal() else None
-    is_dotted = (
-        re.fullmatch(r"[1-9][0-9]{0,2}(?:\.[0-9]{3})+", text) is not None
-    )  # thousands, where others have commas
-    return False if not is_dotted and re.search(r"[0-9][.,] ?[0-9]", text) else None
+    return False if not is_grouped(text) and re.search(r"[0-9][.,] ?[0-9]", text) else None
+
+
+def is_grouped(text: str) -> bool:
+    """Say whether a number's points may group its thousands, as in `1.700`, whatever stands around it."""
+    return _GROUPS.fullmatch(_AROUND.sub("", text)) is not None
 
 
 def numbers_equal(left: Number, right: Number) -> bool:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from whet.rewards.answers.expression import FUNCTIONS, OF_MEMBERS
 from whet.rewards.answers.latex import WORD_CLOSE, WORD_OPEN, clean
-from whet.rewards.answers.numbers import decimal_comma, parse_number
+from whet.rewards.answers.numbers import decimal_comma, is_grouped, parse_number
 from whet.rewards.answers.scripts import FOREIGN
 from whet.rewards.answers.units import is_known_unit, split_unit, units_conflict
 
@@ -190,11 +190,16 @@ def _composition(cleaned: str) -> str | None:
     return text if is_formula and not text.isdecimal() else None
 
 
-def column_of(golds: Iterable[str]) -> Column:
+def column_of(golds: Iterable[str], *, has_semicolons: bool = False) -> Column:
     """Say what most gold answers of a column are, for those that would be ambiguous alone (`1.10` among versions).
 
-    'comma' are numbers with decimal commas: among `1,05` and `7`, `2,50` is no list of 2 and 50, and equals `2.5`.
-    Of a long column some 2,000 evenly spaced answers decide.
+    'comma' are numbers with decimal commas, whose points group thousands: among `1,05` and `7`, `2,50` is no list of 2
+    and 50, and equals `2.5`. Of a long column some 2,000 evenly spaced answers decide.
+
+    Args:
+        golds: The answers.
+        has_semicolons: Whether semicolons part the file's columns, as spreadsheets write where the comma is decimal:
+            then `1.700` alone is enough, if no point can only be decimal (`2.5`).
     """
     golds = list(golds)
     golds = golds[:: 1 + len(golds) // MOST_READ]
@@ -206,7 +211,8 @@ def column_of(golds: Iterable[str]) -> Column:
             continue
         text = clean(gold)
         read = read_text(text)
-        commas.add(decimal_comma(text))
+        is_certain = has_semicolons or re.search(r"\.[0-9]{3}\.[0-9]", text) is not None
+        commas.add(True if is_certain and is_grouped(text) else decimal_comma(text))
         num_texts += read is not None and read.kind != "words"
         num_words += (read is not None and read.kind == "words") or _WORDY.fullmatch(text) is not None
     if 2 * num_texts > num_golds:
