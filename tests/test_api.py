@@ -31,7 +31,7 @@ from whet.model.config import ModelConfig
 from whet.recipes.models import demo_policy
 from whet.train.rl_config import RLConfig
 from whet.train.session import TrainStep
-from whet.types import Group, UserError
+from whet.types import Group, Problem, UserError
 
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(2, 14) for b in range(3, 12)]
 SHAPE = ModelConfig(
@@ -254,6 +254,10 @@ def test_logprobs_are_the_samplers(folder: Path) -> None:
     assert policy.prompt_text("2+3=").count("2+3=") == 1
 
 
+def rewards_length(problem: Problem, completion: str) -> float:
+    return float(len(completion))
+
+
 BAD: dict[str, tuple[Any, str]] = {
     "algorithm": (lambda f, t: whet.rl(f, ROWS, out=t, algo="dapoo"), "did you mean 'dapo'"),
     "field": (lambda f, t: whet.rl(f, ROWS, out=t, num_prompt=3), "did you mean 'num_prompts'"),
@@ -298,6 +302,28 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda f, t: whet.rl(f, ROWS, out=t, learning_rate=1e-4),
         r"has no field 'learning_rate'; did you mean 'lr'\?",
     ),
+    **{
+        f"TRL's {name}": (
+            lambda f, t, name=name: whet.rl(f, ROWS, out=t, **{name: [rewards_length]}),
+            rf"has no field '{name}'; did you mean '{ours}'\?",
+        )
+        for name, ours in {
+            "reward_funcs": "rewards",
+            "reward_function": "rewards",
+            "train_dataset": "task",
+            "model": "policy",
+            "loss_type": "algo",
+        }.items()
+    },
+    "a function for a field": (
+        lambda f, t: whet.rl(f, ROWS, out=t, reward=[rewards_length]),
+        r"reward = a function: expected a list, rewards=\[rewards_length\]",
+    ),
+    "a reward's name": (
+        lambda f, t: whet.rl(f, ROWS, out=t, rewards=["corect"], max_new_tokens=8),
+        r"did you mean 'correct'\?",
+    ),
+    "rows for a config": (lambda f, t: whet.Task(ROWS), r"expected whet.Task.from_rows\(...\)"),
     "a number for a group": (
         lambda f, t: whet.sft(f, ROWS, out=t, lora=8),
         r"lora = 8: expected a dict of its fields, as in lora={'rank': \.\.\.}",

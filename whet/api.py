@@ -384,6 +384,12 @@ class Task:
 
     config: TaskConfig = field(default_factory=TaskConfig)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, TaskConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UserError(
+                "whet.Task of rows, a file or a name: expected whet.Task.from_rows(...), or from_hub('gsm8k')"
+            )
+
     @classmethod
     def from_rows(
         cls,
@@ -1198,7 +1204,7 @@ def _written(rows: Any) -> Path:
     if not lines:
         raise UserError("got no rows, expected at least one")
     text = "\n".join(lines) + "\n"
-    return _cached("rows", f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.jsonl", text)
+    return _cached("rows", f"rows-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl", text)
 
 
 def _plain(value: Any) -> Any:
@@ -1243,7 +1249,10 @@ def _rl_config(
     *,
     verbose: bool,
 ) -> RLConfig:
-    for name, value in (("reward", options.get("reward")), ("rewards", rewards)):
+    own = options.get("reward")
+    if isinstance(own, list | tuple):
+        own = next((item for item in own if callable(item)), None)
+    for name, value in (("reward", own), ("rewards", rewards)):
         if callable(value):
             raise UserError(
                 f"{name} = a function: expected a list, rewards=[{getattr(value, '__name__', '...')}]"
@@ -1331,6 +1340,10 @@ def _cached(folder: str, name: str, text: str) -> Path:
     return path
 
 
+ARGUMENTS = {"reward": "rewards", "policy.init": "policy", "task.name": "task"}
+"""Fields that functions of Python have under another name."""
+
+
 def _made(cls: type[C], given: Mapping[str, Any]) -> C:
     """Make a config from its fields, as strictly as from a file; fields of some groups may be given alone.
 
@@ -1350,7 +1363,7 @@ def _made(cls: type[C], given: Mapping[str, Any]) -> C:
             found = meant(name, known)  # options of some groups are given alone
             group, _, last = (found or "").rpartition(".")
             near = found and (last if group in LOOSE else f"{group}={{{last!r}: ...}}" if group else last)
-            near = near or closest(name, [*own, *homes])
+            near = ARGUMENTS.get(found or "") or near or closest(name, [*own, *homes])
             raise UserError(
                 f"{cls.__name__} has no field {name!r}" + (f"; did you mean {near!r}?" if near else "")
             )

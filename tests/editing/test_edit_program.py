@@ -436,7 +436,7 @@ def test_refusals_before_anything_is_written(folder: Path, tmp_path: Path) -> No
         (["edit", folder, "--out", out], "no facts"),
         (["edit", folder, "--undo", "--out", out], "no edits.json, so no edits to read"),
         (["edit", folder, "--facts", tmp_path / "none.jsonl", "--out", out], "no such file"),
-        (["edit", folder, "--facts", empty, "--out", out], "empty.csv: no rows; give some"),
+        (["edit", folder, "--facts", empty, "--out", out], "empty.csv: no rows in it"),
         (
             ["edit", folder, "--facts", broken, "--out", out],
             r"broken.jsonl line 1: not JSON .*; fix the row$",

@@ -80,7 +80,8 @@ def test_anything_but_a_finite_number_or_none_stops_the_run(bad: object) -> None
 
 
 def test_mistakes_of_the_user() -> None:
-    with pytest.raises(UserError, match=r"rewards\.corect: no such reward; expected one of correct, format"):
+    told = r"rewards\.corect: no such reward, did you mean 'correct'\? expected one of correct, format"
+    with pytest.raises(UserError, match=told):
         build_rewards({"corect": 1.0}, SCHEMA, TASK)
     with pytest.raises(UserError, match="expected a weight from -1e.09 to 1e.09"):
         build_rewards({"correct": math.nan}, SCHEMA, TASK)

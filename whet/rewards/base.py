@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from whet.config import closest
 from whet.rewards.presets import (
     CHESS,
     PRESETS,
@@ -273,8 +274,9 @@ def build_rewards(
     """
     for name, weight in weights.items():
         if name not in REWARDS and name not in ELSEWHERE:
-            everything = ", ".join((*REWARDS, *ELSEWHERE))
-            raise UserError(f"rewards.{name}: no such reward; expected one of {everything}")
+            known = (*REWARDS, *ELSEWHERE)
+            hint = f", did you mean {match!r}?" if (match := closest(name, known)) else ""
+            raise UserError(f"rewards.{name}: no such reward{hint or ';'} expected one of {', '.join(known)}")
         if not abs(weight) <= LARGEST_REWARD:
             raise UserError(
                 f"rewards.{name} = {weight}: expected a weight from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}"

@@ -311,7 +311,8 @@ def _check_parts(config: TaskConfig) -> None:
     for label, weight in config.weights.items():
         task = _task_of(label)
         if task not in names and not is_user_task(task):
-            raise UserError(f"task.weights.{label}: no such task; expected one of {', '.join(names)}")
+            hint = f", did you mean {match!r}?" if (match := closest(task, names)) else ";"
+            raise UserError(f"task.weights.{label}: no such task{hint} expected one of {', '.join(names)}")
         if not 0 < weight < math.inf:
             raise UserError(f"task.weights.{label} = {weight}: expected above 0; leave a task out to drop it")
         if _needs_path(task) and not config.paths.get(label):

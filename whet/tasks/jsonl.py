@@ -197,7 +197,7 @@ class Jsonl:
                 if isinstance(row[2], dict) and row[2]:
                     break
             if not begun:
-                raise UserError(f"{part}: no rows; check --task.path")
+                raise UserError(f"{part}: no rows in it")
             present = begun[-1][2] if isinstance(begun[-1][2], dict) else {}
             self._files[part] = self._read(str(part), self._prepared(present) or present, chain(begun, rows))
         return self._files[part]
@@ -244,7 +244,7 @@ class Jsonl:
             self.recognised = _shown(source, columns, sample, self.no_gold)
         self.bad_rows += bad
         if not contents:
-            raise UserError(f"{source}: no rows that can be used; check --task.path")
+            raise UserError(f"{source}: no rows that can be used")
         golds = [content.answer for _, content in contents if content.answer]
         column = column_of(golds, has_semicolons=isinstance(rows, Path) and has_semicolons(rows))
         self.recognised += _grouped(column, golds)

@@ -670,7 +670,5 @@ def sift(
             remedy = "no row is good; check the file's format and columns"
         raise UserError(f"{bad[0].where}: {bad[0].reason}{more}; {remedy}")
     if not good:
-        raise UserError(
-            f"{source}: no rows; {'check --task.path' if max_bad_rows is not None else 'give some'}"
-        )
+        raise UserError(f"{source}: no rows in it")
     return good, bad
