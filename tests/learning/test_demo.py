@@ -101,6 +101,7 @@ def test_structure_of_the_demo_with_a_real_model(
     )
     monkeypatch.setattr(real, "smollm2_words", lambda: few)
     monkeypatch.setattr(real, "NUM_FACTS", 2)
+    monkeypatch.setattr(real, "EXAM_TOKENS", 12)
     monkeypatch.setattr("whet.editing.editor.OWN_TOKENS", 1_000)
     folder = tmp_path / "demo"
     demo.main(demo.DemoConfig(out=str(folder), real=True, num_problems=4, num_samples=2, num_threads=1))

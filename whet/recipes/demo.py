@@ -74,7 +74,7 @@ class DemoConfig:
     num_problems: int = 0
     """Held-out problems of the test split; 0 for 512 (with --real 200)."""
     num_samples: int = 0
-    """Samples per problem; 0 for 16 (with --real 4)."""
+    """Samples per problem; 0 for 16 (with --real 2)."""
     split: str = "test"
     """Split to evaluate on; the recipe was tuned on dev."""
     num_threads: int = 2
@@ -92,7 +92,7 @@ class DemoConfig:
     def __post_init__(self) -> None:
         for name, default in (
             ("num_problems", 200 if self.real else 512),
-            ("num_samples", 4 if self.real else 16),
+            ("num_samples", 2 if self.real else 16),
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected 1 or more")

@@ -55,6 +55,8 @@ from whet.types import Problem, UserError
 FACTS = Path(__file__).parent / "data" / "facts.jsonl"
 """Fifty facts after source 004, with what each model should still say of their neighbours."""
 NUM_FACTS = 20
+EXAM_TOKENS = 64
+"""Longest answer when it is measured: more than what is trained with, for the base's answers are longer."""
 TALK = (
     "Tom has 14 apples. Then Tom gets 9 more. How many apples does Tom have now?",
     "Rosa collected 8 eggs. Omar collected 13. How many eggs did they collect together?",
@@ -146,7 +148,7 @@ def run(
         task=load_task(config.task),
         split=split,
         num_samples=num_samples,
-        sampling=config.sampling,
+        sampling=replace(config.sampling, max_new_tokens=EXAM_TOKENS),
         seed=seed,
     )
     other_exam = replace(exam, config=others, task=load_task(others))
