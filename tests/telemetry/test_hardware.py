@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from needs import require
 
+from whet.eval.compare.page import not_sensed
 from whet.install import install_command
 from whet.telemetry import hardware
 from whet.telemetry.hardware import (
@@ -283,7 +284,8 @@ def test_no_driver_no_gpu_no_claim(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setitem(sys.modules, "amdsmi", None)
     (tmp_path / "kfd").touch()
     sources = {
-        "nvidia": nvidia_devices,
+        "nvidia": lambda: nvidia_devices([tmp_path / "none", tmp_path / "kfd"]),
+        "no nvidia": lambda: nvidia_devices([tmp_path / "none"]),
         "no amd": lambda: amd_devices(tmp_path / "none"),
         "amd": lambda: amd_devices(tmp_path / "kfd"),
     }
@@ -292,7 +294,13 @@ def test_no_driver_no_gpu_no_claim(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     window = monitor.window(0, 1)
     assert window["devices"] == []
     assert window["absent"]["nvidia"] == f"nvidia-ml-py is not installed: {install_command('hardware')}"
+    assert "no NVIDIA GPU" in window["absent"]["no nvidia"]
     assert "no AMD GPU" in window["absent"]["no amd"]
+    none = {name: reason for name, reason in window["absent"].items() if name.startswith("no ")}
+    assert not not_sensed([{"hardware": {"devices": [], "seconds": 1, "absent": none}}])
+    assert not_sensed([{"hardware": window | {"seconds": 1}}]).startswith(
+        "nvidia (nvidia-ml-py is not installed"
+    )
     assert install_command("amd") in window["absent"]["amd"]
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([]))
     with pytest.raises(LookupError, match="no NVIDIA GPU"):

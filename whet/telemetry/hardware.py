@@ -86,11 +86,21 @@ def growing(read: Callable[[], float], wrap: float | None = None) -> Sensor:
     return sensor
 
 
-def nvidia_devices() -> list[Device]:
-    """Find the NVIDIA GPUs that this process may use, through NVML."""
+DRIVER = tuple(map(Path, ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")))
+"""What NVIDIA's driver leaves behind, by module, in a container and in WSL2."""
+
+
+def nvidia_devices(driver: Sequence[Path] = DRIVER) -> list[Device]:
+    """Find the NVIDIA GPUs that this process may use, through NVML.
+
+    Args:
+        driver: Files of the driver; without any of them nobody is told to install NVML.
+    """
     try:
         import pynvml  # pyright: ignore[reportMissingImports]
     except ImportError:
+        if not any(path.exists() for path in driver):
+            raise LookupError(f"no NVIDIA GPU on this machine: there is no {driver[0]}") from None
         raise LookupError(f"nvidia-ml-py is not installed: {install_command('hardware')}") from None
     pynvml.nvmlInit()
     handles = [pynvml.nvmlDeviceGetHandleByIndex(n) for n in range(pynvml.nvmlDeviceGetCount())]

@@ -231,7 +231,8 @@ def not_sensed(summaries: Sequence[Mapping[str, Any]]) -> str:
         window = _window(summary)
         has_gpu = any(device.get("kind") == "gpu" for device in window.get("devices", []))
         for name, reason in (window.get("absent") or {}).items():
-            if not (has_gpu and (name.startswith("cpu/") or "/" not in name)):
+            is_none = str(reason).startswith(("no NVIDIA GPU", "no AMD GPU"))
+            if not (is_none or (has_gpu and (name.startswith("cpu/") or "/" not in name))):
                 absent.setdefault(str(name), str(reason)[:200])
     return "; ".join(f"{name} ({reason})" for name, reason in absent.items())
 
