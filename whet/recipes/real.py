@@ -350,6 +350,19 @@ def _scores(found: EvalResult) -> dict[str, list[float | None]]:
     return score_problems(samples, greedy, len(samples[0]))
 
 
+SIGNS = {"+": "a + b", "-": "a - b", "*": "a x b", "/": "a : b", "+-": "a + b - c", "-+": "a - b + c"}
+"""What the working of a problem computes, as the page names it."""
+
+
+def _gain(told: str, metric: str, before: Sequence[float | None], after: Sequence[float | None]) -> list[str]:
+    """Return a row of the table of what carries over: a paired comparison."""
+    found = compare_scores(metric, before, after)
+    assert found is not None
+    gain = found.difference
+    points = f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
+    return [told, metric, f"{found.a:.1%}", f"{found.b:.1%}", points, show_p(found.p)]
+
+
 def _transfer(results: dict[str, EvalResult]) -> Chapter:
     """Compare before and after by problem, on kinds that were trained on, and on others."""
     rows = []
@@ -358,19 +371,17 @@ def _transfer(results: dict[str, EvalResult]) -> Chapter:
         ("other kinds", "base_others", "rl_others"),
     ):
         one, other = _scores(results[before]), _scores(results[after])
-        for metric in ("pass@1", "greedy"):
-            found = compare_scores(metric, one[metric], other[metric])
-            assert found is not None
-            gain = found.difference
+        rows += [_gain(told, metric, one[metric], other[metric]) for metric in ("pass@1", "greedy")]
+        signs = ["".join(re.findall(" ([-+*/]) ", problem.solution)) for problem in results[before].problems]
+        for kind in sorted(set(signs), key=lambda text: (len(text), text)):
+            places = [place for place, text in enumerate(signs) if text == kind]
             rows.append(
-                [
-                    told,
-                    metric,
-                    f"{found.a:.1%}",
-                    f"{found.b:.1%}",
-                    f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})",
-                    show_p(found.p),
-                ]
+                _gain(
+                    f"of them {len(places)}: {SIGNS.get(kind, kind)}",
+                    "pass@1",
+                    [one["pass@1"][place] for place in places],
+                    [other["pass@1"][place] for place in places],
+                )
             )
     return Chapter(
         title="What carries over",
