@@ -73,8 +73,8 @@ STAGES = {
 }
 TOLD = (
     "A real model learns to reason",
-    "SmolLM2-135M-Instruct can chat, and gets one word problem in eight right. It now practises alone: it tries eight "
-    "times, and right answers pay (GRPO). It sees no worked solution.",
+    "SmolLM2-135M-Instruct can chat, and gets one word problem in seven right. It now practises alone: it tries each "
+    "problem four times, and right answers pay (GRPO). It sees no worked solution.",
 )
 EQUATION = re.compile(
     r"(?<![\d.,])(\d+) ?([-+*x×/÷−]) ?(\d+)(?: ?([-+−]) ?(\d+))? ?= ?(?:\$ ?)?(\d+)(?![\d,]|\.\d)"
