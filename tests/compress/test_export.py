@@ -1016,6 +1016,7 @@ def test_each_export_names_what_one_does_with_it(
     kind: Any, steps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ExportConfig(policy=PolicyConfig(init="model"), to=kind, out="my out")
+    monkeypatch.setattr("whet.storage.folder.as_typed", lambda: "whet")
     monkeypatch.setattr("shutil.which", lambda name: name)
     assert next_steps(config) == "next: " + "\n      ".join(steps)
     monkeypatch.setattr("shutil.which", lambda name: None)
