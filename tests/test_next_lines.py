@@ -66,7 +66,6 @@ TELLS: dict[str, str] = {
     "editing/steer.py:main": "test_next_lines.py:test_the_next_lines_of_other_programs_work_as_they_stand",
     "eval/evaluate.py:main": "test_next_lines.py:test_the_next_lines_of_other_programs_work_as_they_stand",
     "inspect/data/data.py:main": "test_next_lines.py:test_the_next_lines_of_other_programs_work_as_they_stand",
-    "recipes/real.py:run": "learning/test_demo.py:test_structure_of_the_demo_with_a_real_model",
     "train/session.py:finish": "train/test_rft.py:test_a_finished_run_goes_on_for_more_rounds",
     "train/session.py:next_steps": "test_next_lines.py:test_the_next_lines_of_a_run_work_as_they_stand",
     "train/session.py:stop_if_asked": "test_next_lines.py:test_a_run_that_was_stopped_goes_on_with_its_line",

@@ -125,10 +125,9 @@ def test_structure_of_the_demo_with_a_real_model(
             assert chapter["title"] in text
         assert all(len(row) == len(chapter["head"]) for row in chapter["rows"])
     assert "thinks first" not in page  # it was not asked to
-    chat, compare = told.partition("next: ")[2].splitlines()[:2]
-    small = (
-        f"--eval.num-problems 2 --eval.num-samples 1 --eval.sampling.max-new-tokens 4 --out {tmp_path / 'c'}"
-    )
+    chat, _, compare = told.partition("next: ")[2].splitlines()[:3]  # the second writes a report
+    assert "--eval.task.level 1" in compare
+    small = f"--eval.num-problems 2 --eval.num-samples 1 --out {tmp_path / 'c'}"
     for line in (f"{chat} --prompt Hello --sampling.max-new-tokens 4", f"{compare} {small}"):
         assert __main__.main(shlex.split(line)[1:]) == 0
     summary = json.loads((folder / "summary.json").read_text())

@@ -44,12 +44,13 @@ from whet.report.markdown import write_report
 from whet.report.part import read_part
 from whet.report.stages import BESIDE, overview
 from whet.serve.stream import chat_prompt
-from whet.storage.folder import next_line, open_run
+from whet.storage.folder import open_run
 from whet.tasks.base import load_task
 from whet.telemetry.display import advancing, open_display
 from whet.telemetry.provenance import write_environment
 from whet.train import rl
 from whet.train.data.demonstrations import sequences_of
+from whet.train.session import next_steps
 from whet.types import Problem, UserError
 
 FACTS = Path(__file__).parent / "data" / "facts.jsonl"
@@ -225,13 +226,7 @@ def run(
         soft_wrap=True,
         highlight=False,
     )
-    # Not by the console, which would wrap it: it is pasted.
-    print(
-        next_line(
-            ["whet", "chat", config.out],
-            ["whet", "compare", config.policy.init, config.out, "--task", "words"],
-        )
-    )
+    print(next_steps(config))  # not by the console, which would wrap it: it is pasted
 
 
 def _introduction() -> str:
