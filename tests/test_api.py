@@ -412,7 +412,6 @@ def test_a_reward_finds_its_neighbours_from_another_folder(
     assert done.stdout == "0.25\n", done.stderr
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_a_folder_called_whet_beside_a_script_is_not_the_package(tmp_path: Path) -> None:
     (tmp_path / "whet").mkdir()  # as the clone is
     (tmp_path / "try.py").write_text("import whet\nprint(whet.Task.__name__)\n")
@@ -421,6 +420,7 @@ def test_a_folder_called_whet_beside_a_script_is_not_the_package(tmp_path: Path)
     assert done.stdout == "Task\n", done.stderr[-300:]
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_signal_ends_a_loop_of_ones_own(folder: Path, tmp_path: Path) -> None:
     seen = []
     for step in whet.rl_steps(folder, ROWS, out=tmp_path / "run", num_steps=9, **SHORT):

@@ -260,6 +260,8 @@ def test_a_command_is_printed_by_its_path_where_the_shell_does_not_find_it(
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
     assert as_typed("chat", "a b") == f"'{program}' chat 'a b'"
+    monkeypatch.chdir(program.parent)
+    assert as_typed("report") == f"'{program}' report"
     monkeypatch.chdir(tmp_path)
     assert (
         next_line("whet report x", "ollama run x") == "next: 'my env/bin/whet' report x\n      ollama run x"

@@ -114,7 +114,8 @@ def as_typed(*words: str) -> str:
         start = "whet"
     elif own.is_file():
         here = Path.cwd()
-        start = shlex.quote(str(own.relative_to(here) if own.is_relative_to(here) else own))
+        is_below = own.is_relative_to(here) and own.parent != here  # alone, it would be searched in PATH
+        start = shlex.quote(str(own.relative_to(here) if is_below else own))
     else:
         start = f"{shlex.quote(sys.executable)} -m whet"
     return " ".join([start, *map(shlex.quote, words)])

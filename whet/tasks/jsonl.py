@@ -10,7 +10,7 @@ from typing import Any
 
 from whet.model.vision.reading import Urls, shown
 from whet.rewards.answers.equal import answers_equal
-from whet.rewards.answers.numbers import decimal_comma, is_grouped, with_points
+from whet.rewards.answers.numbers import is_grouped, with_points
 from whet.rewards.answers.texts import Column, column_of
 from whet.schema import AnswerType
 from whet.tasks.choice import has_options
@@ -352,11 +352,7 @@ def _shown(source: str, columns: Columns, sample: Content | None, no_gold: str) 
 def _grouped(column: Column, golds: Sequence[str]) -> str:
     """Say how answers like `1.700` are read, where there are any and nothing else tells a reader."""
     found = next((gold for gold in golds if is_grouped(gold)), "")
-    if (
-        not found
-        or column not in ("", "comma")
-        or (not column and any(decimal_comma(gold) is False for gold in golds))
-    ):
+    if not found or (column or column_of(golds, has_semicolons=True)) != "comma":
         return ""
     whole = with_points(found, has_groups=True)
     if column:

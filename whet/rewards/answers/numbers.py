@@ -41,6 +41,7 @@ _COMMAS = re.compile(
     r"(?![0-9]|[.,][0-9])"
 )
 _GROUPS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:\.[0-9]{3})+(?![0-9]|[.,][0-9])")
+_GROUPED = re.compile(rf"[^0-9]*{_GROUPS.pattern}[^0-9]*")
 _AROUND = re.compile(r"^[^0-9]+|[^0-9]+$")
 _DOTTED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:\.[0-9]{3}){2,}")
 
@@ -186,7 +187,7 @@ def decimal_comma(text: str) -> bool | None:
 
 def is_grouped(text: str) -> bool:
     """Say whether a number's points may group its thousands, as in `1.700`, whatever stands around it."""
-    return _GROUPS.fullmatch(_AROUND.sub("", text)) is not None
+    return _GROUPED.fullmatch(text) is not None
 
 
 def numbers_equal(left: Number, right: Number) -> bool:
