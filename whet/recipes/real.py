@@ -315,8 +315,8 @@ def _learning(
     return Chapter(
         title="Reasoning, or brevity?",
         text=f"{num_steps} steps, {num_draws:,} tries of its own, {seconds / 60:.1f} minutes by the clock, "
-        f"{work:,.0f} s of processor time. Asked for one short sentence, it writes {tokens['brief']:.0f} tokens in "
-        f"place of {tokens['base']:.0f}, and gets {right['brief']:.0%} right in place of {right['base']:.0%}, "
+        f"{work:,.0f} s of processor time. Asked for one short sentence, it writes {tokens['brief']:.0f} tokens "
+        f"instead of {tokens['base']:.0f}, and gets {right['brief']:.0%} right instead of {right['base']:.0%}, "
         f"reinforced {tokens['rl']:.0f} and gets {right['rl']:.0%}. {judged} The last columns count the "
         "equations that answers state, and the true ones among them: arithmetic by itself.",
         head=(
@@ -345,7 +345,7 @@ def _scores(found: EvalResult) -> dict[str, list[float | None]]:
     return score_problems(samples, greedy, len(samples[0]))
 
 
-SIGNS = {"+": "a + b", "-": "a - b", "*": "a x b", "/": "a : b", "+-": "a + b - c", "-+": "a - b + c"}
+SIGNS = {"+": "a + b", "-": "a - b", "*": "a × b", "/": "a ÷ b", "+-": "a + b - c", "-+": "a - b + c"}
 """What the working of a problem computes, as the page names it."""
 
 
@@ -372,7 +372,7 @@ def _transfer(results: dict[str, EvalResult]) -> Chapter:
             places = [place for place, text in enumerate(signs) if text == kind]
             rows.append(
                 _gain(
-                    f"of them {len(places)}: {SIGNS.get(kind, kind)}",
+                    f"{len(places)} of these: {SIGNS.get(kind, kind)}",
                     "pass@1",
                     [one["pass@1"][place] for place in places],
                     [other["pass@1"][place] for place in places],

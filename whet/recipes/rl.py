@@ -343,7 +343,7 @@ def smollm2_words() -> RLConfig:
         # Warmer, most of what so small a model writes is wrong; with 64 tokens it learns as much, in more time.
         sampling=SamplingParams(temperature=0.7, max_new_tokens=40),
         algo=AlgoConfig(clip_high=0.28),
-        # 3e-5 and 4e-5 lose subtraction while they learn the rest (docs/results/words_smollm2.md).
+        # 3e-5 loses subtraction while it learns the rest (docs/results/words_smollm2.md).
         optim=OptimConfig(lr=2e-5, schedule="linear", final_lr_share=0.1, warmup_steps=2, beta2=0.99),
         num_steps=40,
         num_prompts=16,

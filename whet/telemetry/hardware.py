@@ -94,7 +94,7 @@ def nvidia_devices(driver: Sequence[Path] = DRIVER) -> list[Device]:
     """Find the NVIDIA GPUs that this process may use, through NVML.
 
     Args:
-        driver: Files of the driver; without any of them nobody is told to install NVML.
+        driver: Files of the driver; where none exists, the error does not advise installing NVML.
     """
     try:
         import pynvml  # pyright: ignore[reportMissingImports]
