@@ -362,9 +362,13 @@ def test_messages_name_arguments_as_python_has_them(
     with api._printing(True):
         print("whet: warning: set --optim.warmup-steps 0")
         print("more steps: whet rl a --resume --num-steps 4")
+        print("12 rows for testing (too few; --task.held-out 0.2 holds out more)\nreward: .5")
         print("warning: set --optim.warmup-steps 0", file=sys.stderr)
     out, err = capsys.readouterr()
-    assert out == "whet: warning: set warmup_steps=0\nmore steps: whet rl a --resume --num-steps 4\n"
+    assert out == (
+        "whet: warning: set warmup_steps=0\nmore steps: whet rl a --resume --num-steps 4\n"
+        "12 rows for testing (too few; held_out=0.2 holds out more)\nreward: .5\n"
+    )
     assert err == "warning: set warmup_steps=0\n"
 
 

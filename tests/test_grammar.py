@@ -598,6 +598,11 @@ sft own --num-epochs 3 | did you mean '--num-steps'?
 rl own --num-epochs 3 | did you mean '--algo.num-epochs'?
 sft own --max-length 512 | did you mean '--too-long'?
 sft own --validation-split 0.1 | did you mean '--task.held-out'?
+rl own --modle my-model | did you mean '--model'?
+rl own --date questions.csv | did you mean '--data'?
+sft own --tsak gsm8k | did you mean '--task'?
+steer demo --layer 3 | did you mean '--layers'?
+rl own --mode async | did you mean '--overlap.mode'?
 rl demo --keep-checkpoints 3 | did you mean '--safety.keep'?
 rl demo --beta 0.1 | did you mean '--algo.kl-coef'?
 rl demo --save-steps 5 | did you mean '--save-every'?

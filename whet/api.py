@@ -1461,7 +1461,7 @@ class _Told(io.TextIOBase):
 
     def write(self, text: str) -> int:
         if self._verbose:  # at once: a display draws over its own lines
-            self._stream.write(python_words(text) if WARNING.search(text) else text)
+            self._stream.write("\n".join(map(_told, text.split("\n"))))
             return len(text)
         *lines, self._line = (self._line + text).split("\n")
         warnings = [f"{python_words(line)}\n" for line in lines if WARNING.match(line)]
@@ -1470,6 +1470,12 @@ class _Told(io.TextIOBase):
 
 
 WARNING = re.compile(r"(whet: )?warning: ")
+_COMMAND = re.compile(r"\b(whet [a-z]+|pip install) ")
+
+
+def _told(line: str) -> str:
+    """Return a line that a program prints in Python's words, but for one with a command to type in a shell."""
+    return python_words(line) if WARNING.search(line) or not _COMMAND.search(line) else line
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import errno
 import inspect
 import os
@@ -72,6 +73,8 @@ SHORT = {
     "--deterministic": ("safety.deterministic",),
 }
 """Short options, each for the first of these fields that a program has."""
+NEAR_SHORT = 0.8
+"""Share of letters in common, dashes too, from which a short option is meant, before any other."""
 _FOREIGN_CHOICES = {
     "hf": ("transformers", "huggingface", "safetensors", "vllm", "sglang", "pytorch"),
     "adapter": ("peft", "lora"),
@@ -844,9 +847,13 @@ def _resolve(
     ]
     if found := meant(name, fields):
         raise unknown("field", option, command, [_flag(found)], help_command=f"{command} --help", sure=True)
-    raise unknown(
-        "field", option, command, [*map(_flag, fields), *negations], help_command=f"{command} --help"
-    )
+    flags = [*map(_flag, fields), *negations]
+    if option[2:] not in {
+        flag.rpartition(".")[2] for flag in flags
+    }:  # '--mode' is '--overlap.mode', not '--model'
+        shorts = [short for short in SHORT if _long(cls, short, ()) != short]
+        flags = difflib.get_close_matches(option, shorts, n=1, cutoff=NEAR_SHORT) or flags
+    raise unknown("field", option, command, flags, help_command=f"{command} --help")
 
 
 def _flag(dotted: str) -> str:
