@@ -356,6 +356,8 @@ def test_messages_name_arguments_as_python_has_them(
         "--policy.schema anywhere asks for no format": "schema='anywhere' asks for no format",
         "or --preflight warn)": "or preflight='warn')",
         "raise --sampling.max-new-tokens": "raise max_new_tokens=...",
+        "a model, by this name: --model runs/a; report": "a model, by this name: whet.load('runs/a'); report",
+        "data stands after --data: --data ./a.csv": "data stands after data=...: data='./a.csv'",
         "safe: --optim.token-budget 512 --policy.max-rows 8": "safe: token_budget=512 max_rows=8",
     }.items():
         assert api.python_words(said) == told

@@ -103,11 +103,16 @@ Rows = Iterable[Mapping[str, Any]]
 
 def python_words(text: str) -> str:
     """Return a message with its options as arguments of Python: `max_bad_rows=1` in place of `--task.max-bad-rows 1`,
-    and `algo={'uninformative': 'refill'}` where the field is one of a group that is given whole."""
+    `algo={'uninformative': 'refill'}` where the field is one of a group that is given whole, and `whet.load('runs/a')`
+    in place of `--model runs/a`."""
 
     def argument(match: re.Match[str]) -> str:
         *outer, name = match[1].replace("-", "_").split(".")
         after = match[2] or ""
+        if "/" in after:
+            return (
+                f"whet.load({after.strip()!r})" if name in ("model", "init") else f"{name}={after.strip()!r}"
+            )
         is_value = bool(after) and (after.strip()[0].isdigit() or after.strip() in _VALUES)
         value, rest = (after.strip(), "") if is_value else ("...", after)
         value = repr(value) if is_value and not value[0].isdigit() else value
@@ -116,7 +121,11 @@ def python_words(text: str) -> str:
         return (f"{name}={value}" if alone else f"{outer[-1]}={{{name!r}: {value}}}") + rest
 
     text = text.replace("--preflight warn", "--preflight")
-    return re.sub(r"(?<![\w-])--((?:[a-z][\w-]*\.)*[a-z][\w-]*)( \d(?:[\d.]*\d)?| [a-z_]+)?", argument, text)
+    option, value = (
+        r"(?<![\w-])--((?:[a-z][\w-]*\.)*[a-z][\w-]*)",
+        r"( [^\s;,()]*/[^\s;,()]*| \d(?:[\d.]*\d)?| [a-z_]+)?",
+    )
+    return re.sub(option + value, argument, text)
 
 
 _VALUES = frozenset(

@@ -155,6 +155,15 @@ def test_without_any_change_a_verdict_needs_six_problems() -> None:
     assert compared("greedy", [0.0] * 4, [0.0] * 4).detectable == 1.0
 
 
+def test_of_few_problems_no_difference_is_promised_that_no_outcome_could_show() -> None:
+    """Seven problems of which one changed by half: six must change for p < 5 %, so 6/7 of a half."""
+    found = compared("pass@1", [0.0] * 7, [0.5] + [0.0] * 6)
+    assert found.detectable == pytest.approx(0.5 * 6 / 7)  # the standard error alone: 0.2
+    for changed in range(8):
+        outcome = compared("pass@1", [0.0] * 7, [0.5] * changed + [0.0] * (7 - changed))
+        assert outcome.is_shown == (outcome.difference.mean >= found.detectable - 1e-9)
+
+
 @pytest.mark.parametrize("after", [4, 6])
 def test_source_004_claims_an_improvement_that_its_numbers_do_not_show(after: int) -> None:
     # S4-15: 3 of 200 right, then 4 or 6. Unpaired, Fisher gives 1.0 and 0.503; paired, whichever problems they were:

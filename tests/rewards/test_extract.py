@@ -298,3 +298,25 @@ def test_box_returns_the_balanced_text_that_was_put_in(inside: str) -> None:
 )
 def test_a_word_of_another_language_is_not_cut_at_its_accents(text: str, expected: str) -> None:
     assert extract_answer(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Il y a 2 800 kg en tout.", "2800"),
+        ("2 800 kg", "2800"),
+        ("2 300 + 500 = 2 800 kg", "2800"),
+        ("Le total est 1 234 567.", "1234567"),
+        ("Всего 2 800 кг.", "2800"),
+        ("Prix : 2 800,50 €", "2800,50"),
+        ("She bought it for 2 800,50 €.", "2800,50"),  # a comma behind groups: one number in any language
+        ("He has 3 500 ml bottles", "500"),  # in English three bottles of 500 ml
+        ("En 2020 100 personnes", "100"),
+        ("Il a 3 sacs de 100 et 200.", "200"),
+        ("Liste : 5 100 20", "20"),
+        ("Das sind 2'800 Franken.", "2800"),
+        ("Das kostet 2\u2019800.50 Fr.", "2800.50"),
+    ],
+)
+def test_thousands_are_grouped_by_spaces_and_apostrophes(text: str, expected: str) -> None:
+    assert extract_answer(text) == expected

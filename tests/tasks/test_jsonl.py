@@ -206,6 +206,10 @@ def test_a_column_of_decimal_commas_is_compared_as_numbers(tmp_path: Path) -> No
     task = Jsonl(path)
     by_gold = {p.answer: p for split in ("train", "dev", "test") for p in task.problems(split)}
     assert {problem.meta["column"] for problem in by_gold.values()} == {"comma"}
+    assert (
+        "decimal commas: '12,50' is 12.50" in task.recognised
+        or "decimal commas: '3,00' is 3.00" in task.recognised
+    )
     for answer in ("3", "3.00", "3,00 €", "R$ 3,00"):
         assert task.is_correct(by_gold["3,00"], answer)
     assert not task.is_correct(by_gold["12,50"], "12, 50 and 3")
@@ -218,7 +222,7 @@ def test_a_column_of_decimal_commas_is_compared_as_numbers(tmp_path: Path) -> No
     [
         ("a.csv", "1.700 225 4.000", "decimal commas: '1.700' is 1700", True),
         ("a.jsonl", "1.700 1.234.567 8", "decimal commas: '1.700' is 1700", True),
-        ("a.jsonl", "1.700 1,05 8", "decimal commas: '1.700' is 1700", True),
+        ("a.jsonl", "1.700 1,05 8", "decimal commas: '1.700' is 1700, '1,05' is 1.05", True),
         ("a.jsonl", "1.700 225 4.000", "warning: '1.700' is read as a decimal number", False),
         ("a.csv", "1.700 225 2.5", "", False),
         ("a.jsonl", "1.700 225 2.5", "", False),

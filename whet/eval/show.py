@@ -42,9 +42,11 @@ def draw_evaluation(
     folder.mkdir(parents=True, exist_ok=True)
     drawn = ["eval_lengths"]
     with matplotlib.rc_context(cast(Any, STYLE)):
-        figure = Figure(figsize=(8, 2.8), layout="constrained", facecolor="white")
-        for place, quantity in enumerate(("thinking", "completion")):
-            _histogram(figure.add_subplot(1, 2, place + 1), quantity, samples)
+        thinks = any(done.grade.thinking_tokens != done.num_tokens for row in samples for done in row)
+        quantities = ("thinking", "completion") if thinks else ("completion",)
+        figure = Figure(figsize=(4 * len(quantities), 2.8), layout="constrained", facecolor="white")
+        for place, quantity in enumerate(quantities):
+            _histogram(figure.add_subplot(1, len(quantities), place + 1), quantity, samples)
         figure.savefig(folder / "eval_lengths.png", dpi=140)
         if summary["num_samples"] > 1:
             curve = summary["pass@k"]
@@ -226,7 +228,7 @@ def _points(row: Mapping[str, float]) -> str:
 
 def _length(rows: Mapping[str, Any]) -> str:
     whole, thinking = rows["completion"]["mean"], rows["thinking"]["mean"]
-    return f"{whole:.1f} (thinking {thinking:.1f})"
+    return f"{whole:.1f}" if whole == thinking else f"{whole:.1f} (thinking {thinking:.1f})"
 
 
 def _speed(summary: Mapping[str, Any]) -> str:

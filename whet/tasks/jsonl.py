@@ -247,7 +247,7 @@ class Jsonl:
             raise UserError(f"{source}: no rows that can be used")
         golds = [content.answer for _, content in contents if content.answer]
         column = column_of(golds, has_semicolons=isinstance(rows, Path) and has_semicolons(rows))
-        self.recognised += _grouped(column, golds)
+        self.recognised += _numbers(column, golds)
         return self._unique(source, contents, column)
 
     def _settled(
@@ -349,12 +349,14 @@ def _shown(source: str, columns: Columns, sample: Content | None, no_gold: str) 
     return "\n".join(lines)
 
 
-def _grouped(column: Column, golds: Sequence[str]) -> str:
-    """Say how answers like `1.700` are read, where there are any and nothing else tells a reader."""
-    found = next((gold for gold in golds if is_grouped(gold)), "")
-    if not found or (column or column_of(golds, has_semicolons=True)) != "comma":
+def _numbers(column: Column, golds: Sequence[str]) -> str:
+    """Report how answers like `1.700` and `12,75` are read, with the first of each."""
+    grouped = next((gold for gold in golds if is_grouped(gold)), "")
+    if column == "comma":
+        decimal = next((gold for gold in golds if with_points(gold) != gold), "")
+        shown = (f"{one!r} is {with_points(one, has_groups=True)}" for one in (grouped, decimal) if one)
+        return f"\n  decimal commas: {', '.join(shown)}"
+    if not grouped or (column or column_of(golds, has_semicolons=True)) != "comma":
         return ""
-    whole = with_points(found, has_groups=True)
-    if column:
-        return f"\n  decimal commas: {found!r} is {whole}"
-    return f"\n  warning: {found!r} is read as a decimal number; where it means {whole}, write it so"
+    whole = with_points(grouped, has_groups=True)
+    return f"\n  warning: {grouped!r} is read as a decimal number; where it means {whole}, write it so"

@@ -151,9 +151,14 @@ class TrainStep:
     groups: Sequence[Group] = ()
 
     def __str__(self) -> str:
+        thinking, whole = (self.metrics.get(f"rl/{part}_tokens") for part in ("thinking", "completion"))
+        # Without thinking tags every token counts as thinking.
+        names = [
+            "rl/completion_tokens" if thinking == whole and "thinking" in name else name for name in TOLD
+        ]
         told = [
             f"{name.partition('/')[2].replace('_', ' ')} {self.metrics[name]:.3g}"
-            for name in TOLD
+            for name in names
             if name in self.metrics
         ]
         return f"step {self.step}/{self.num_steps}: {', '.join(told)}"

@@ -154,7 +154,9 @@ def compare_scores(metric: str, a_P: Sequence[float | None], b_P: Sequence[float
 def _detectable(difference_P: np.ndarray, is_share: bool, *, is_verdict: bool) -> float | None:
     """Return (z of 5 % + z of the power) x standard error of the mean difference.
 
-    For constant shares, and for verdicts, at least what an exact test needs: six problems of n.
+    For shares, at least what an exact test needs: six problems of n that change, each as much as those did that changed
+    here; wholly for a verdict, or if none did. With few problems the standard error alone promises a difference that no
+    outcome could show.
     """
     n = len(difference_P)
     if n < 2:
@@ -162,7 +164,11 @@ def _detectable(difference_P: np.ndarray, is_share: bool, *, is_verdict: bool) -
     normal = NormalDist()
     z = normal.inv_cdf(1 - ALPHA / 2) + normal.inv_cdf(POWER)
     effect = z * float(difference_P.std(ddof=1)) / math.sqrt(n)
-    return max(effect, min(1.0, FEWEST_FLIPS / n)) if is_verdict or (is_share and effect < 1e-12) else effect
+    if not is_share:
+        return effect
+    changes = np.abs(difference_P[difference_P != 0])
+    change = 1.0 if is_verdict or not changes.size else float(changes.mean())
+    return max(effect, min(1.0, FEWEST_FLIPS / n) * change)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -262,6 +262,14 @@ _LABEL_BEFORE = re.compile(
 _AROUND = ".,;:!?'\"*$`"
 _WHOLE = frozenset({"date", "time", "address", "version", "phone", "code"})
 """Kinds of text that are read whole, where a number in them is the last one."""
+_GROUPED = re.compile(
+    r"(?<![\w.,:/^'])(?<![0-9] )[1-9][0-9]{0,2}(?:(?P<spaces>(?: [0-9]{3})+)|(?:['\u2019][0-9]{3})+)"
+    r"(?P<decimals>,[0-9]{1,2})?(?![\w%']|[,:/^][0-9]| [0-9])"
+)
+"""A number whose thousands are grouped by spaces or, as in Switzerland, by apostrophes."""
+_ENGLISH = re.compile(
+    r"\b(?:the|and|there|they|he|she|it|we|you|his|her|has|have|with|from|that|this|each|answer)\b", re.I
+)
 _NUMBER_CHARACTERS = frozenset("0123456789.,/+-\u2212$%\\ ")
 _DIGITS = "0123456789"
 _DIGIT = re.compile("[0-9]")
@@ -714,8 +722,26 @@ def from_last_number(text: str) -> str | None:
     return None if cut else _with_scale(text, end) or number.group().strip()
 
 
+def _without_separators(text: str) -> str:
+    """Drop the spaces and apostrophes that group the thousands of numbers near the end of a text: `2 800`, `2'800`.
+
+    In English, where `3 500 ml bottles` are three, `3 500` stays two numbers, unless it has a decimal comma.
+    Non-breaking spaces are dropped earlier, by `whet.rewards.answers.scripts.fold`.
+    """
+    start = max(0, len(text) - LONGEST_FORMULA)
+    parts, done = [text[:start]], start
+    for match in _GROUPED.finditer(text, start):
+        around = max(0, match.start() - LONGEST_REMARK), match.end() + LONGEST_REMARK
+        if match["spaces"] and not match["decimals"] and _ENGLISH.search(text, *around):
+            continue
+        parts += [text[done : match.start()], re.sub("[ '\u2019]", "", match.group())]
+        done = match.end()
+    return "".join([*parts, text[done:]])
+
+
 def from_last_token(text: str) -> str | None:
     """Return the last number that is not denied, with all of a date, time or address; two that are offered stay two."""
+    text = _without_separators(text)
     aside = _LAST_ASIDE.search(text[-LONGEST_REMARK:])
     if aside:
         head = text[: len(text) - len(text[-LONGEST_REMARK:]) + aside.start()]
