@@ -279,7 +279,7 @@ def test_source_000_hardware_table_is_reproduced() -> None:
     assert rows["speed"]["values"] == [60.0, 30.0]
     assert rows["energy per token"]["values"] == [pytest.approx(3940 / 600), pytest.approx(3200 / 300)]
     assert rows["energy per request"]["values"] == [pytest.approx(3940 / 6), pytest.approx(3200 / 6)]
-    assert rows["memory used"]["values"] == [None, None]
+    assert rows["memory used by all programs"]["values"] == [None, None]
 
 
 def test_a_side_without_sensors_is_not_recorded_and_never_zero() -> None:

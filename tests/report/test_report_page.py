@@ -124,7 +124,7 @@ def test_a_finished_run(tmp_path, capsys, monkeypatch):
     monkeypatch.undo()
     page = page_of(make_run(tmp_path / "run"))
     text = text_of(page)
-    assert "Finished after 20 steps. Correct 100.0%, from 0.0%." in text
+    assert "Finished after 20 steps. Correct 100.0% in the last 2 steps, from 0.0% in the first." in text
     assert "step 5: over 20% of completions are cut off" in text
     assert "1 warning" in text
     assert "began 2001-09-09 01:46 UTC took 3 min 10 s" in text

@@ -396,7 +396,9 @@ def test_rl_trains_adapters_alone_on_policy_and_resumes_exactly(base: Path, tmp_
 @pytest.mark.ci
 @pytest.mark.usefixtures("few_problems")
 @pytest.mark.usefixtures("few_problems")
-def test_rl_on_a_quantised_base_is_on_policy_and_read_with_that_base(base: Path, tmp_path: Path) -> None:
+def test_rl_on_a_quantised_base_is_on_policy_and_read_with_that_base(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = rl_config(base, tmp_path / "run", num_steps=2, save_every=2)
     policy = rl.train(replace(config, policy=replace(config.policy, quantize="nf4")))
     assert [row["rl/ratio_drift"] for row in rows_of(tmp_path / "run")] == [0.0] * 2
@@ -416,7 +418,9 @@ def test_rl_on_a_quantised_base_is_on_policy_and_read_with_that_base(base: Path,
         again.save(tmp_path / "saved")
     # Trained on, it stays on that base; so does an adapter of a dense one that is trained on beside NF4.
     more = rl_config(tmp_path / "run", tmp_path / "more", num_steps=1, save_every=1)
+    assert "adapter of" not in capsys.readouterr().out
     assert packed_parts(rl.train(more).model)
+    assert f"whet: lora: the adapter of {tmp_path / 'run'} goes on" in capsys.readouterr().out
     dense = sft.train(sft_config(base, tmp_path / "dense", num_steps=1, save_every=1))
     assert not packed_parts(dense.model)
     late = rl_config(tmp_path / "dense", tmp_path / "late", num_steps=1, save_every=1)

@@ -204,6 +204,24 @@ def test_a_finished_run_goes_on_for_more_steps(
     assert "num_steps: 8\n" in (tmp_path / "a/config.yaml").read_text()
 
 
+def test_what_a_resumed_run_warns_of_can_be_changed(
+    tiny_policy: PolicyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A warm-up longer than the run is told at its start; a resume refuses another one, and names the way to it."""
+    config = make_config(tiny_policy, tmp_path / "run", num_steps=1, save_every=1)
+    config = replace(config, optim=replace(config.optim, warmup_steps=10))
+    train(config)
+    assert "set --optim.warmup-steps 0" in capsys.readouterr().out
+    longer = replace(config, num_steps=2)
+    other = replace(longer, optim=replace(config.optim, warmup_steps=0))
+    with pytest.raises(UserError, match=r"you gave 'warmup_steps: 0'; .*--model \S+/run --out FOLDER"):
+        train(other, resume=True)
+    train(longer, resume=True)
+    assert "warmup-steps" not in capsys.readouterr().out
+    policy = PolicyConfig(init=str(tmp_path / "run"))
+    train(replace(other, policy=policy, out=str(tmp_path / "further")))
+
+
 @pytest.mark.parametrize("refused", ["data", "step", "damaged"])
 def test_a_refused_resume_leaves_the_folder_as_it_was(
     refused: str, tiny_policy: PolicyConfig, tmp_path: Path

@@ -68,7 +68,7 @@ def write_report(folder: Path, part: Part | None = None) -> Path:
 
 
 def _card_section(cards: Sequence[Mapping[str, str]]) -> str:
-    rows = [(card["label"], card["value"], card["note"], card["began"].removeprefix(", ")) for card in cards]
+    rows = [(card["label"], card["value"], card["note"], card["began"].lstrip(", ")) for card in cards]
     return "## In numbers\n\n" + _table(("", "value", "", ""), rows, "lrll") if rows else ""
 
 

@@ -18,7 +18,7 @@ from whet.report.curves import collect
 from whet.report.follow import is_summed_up
 from whet.report.plots import Series
 from whet.report.samples import Scan, find_samples, read_json, scan
-from whet.stats import Interval, bootstrap_interval, wilson_interval
+from whet.stats import Interval, bootstrap_interval, share_interval
 from whet.telemetry.health import HISTORY_ROWS, IDLE, find_warnings
 from whet.telemetry.log import WARNINGS, as_number, clean_metrics, leads_out, parse_row, read_rows
 from whet.telemetry.metrics import METRICS, find_metric, format_metric
@@ -343,26 +343,29 @@ def _reward_card(part: Part, name: str) -> dict[str, str] | None:
     assert found is not None
     steps = np.unique(found.steps)
     few = max(1, len(steps) // 10)
-    ends: list[Interval] = []
+    ends: list[tuple[float, Interval]] = []
     for chosen in (steps[:few], steps[-few:]):
         keep = np.isin(found.steps, chosen) & np.isfinite(found.scores[name])
         groups = np.unique(found.groups[keep], return_inverse=True)[1]
         if not len(groups):
             return None
-        values = np.bincount(groups, found.scores[name][keep]) / np.bincount(groups)
-        certain = bool(np.isin(values, (0.0, 1.0)).all())
+        scores = found.scores[name][keep]
+        values = np.bincount(groups, scores) / np.bincount(groups)
+        are_shares = bool(((values >= 0) & (values <= 1)).all())
+        interval = share_interval(values) if are_shares else bootstrap_interval(values)
         ends.append(
-            wilson_interval(int(values.sum()), len(values)) if certain else bootstrap_interval(values)
-        )
-    first, last = ends
+            (float(scores.mean()), interval)
+        )  # over samples, as the log has it: groups may miss scores
+    (first, _), (last, around) = ends
     show = (lambda value: f"{value:.1%}") if name == "correct" else (lambda value: f"{value:.4g}")
+    count = f"{few} steps" if few > 1 else "step"
     return {
         "label": name or "total reward",
-        "value": show(last.mean),
-        "note": f"{show(last.low)} to {show(last.high)}"
-        if last.low < last.high
+        "value": show(last),
+        "note": f"{show(around.low)} to {show(around.high)}"
+        if around.low < around.high
         else "the same in all groups",
-        "began": f", from {show(first.mean)}",
+        "began": f" in the last {count}, from {show(first)} in the first",
     }
 
 

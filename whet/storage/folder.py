@@ -64,8 +64,10 @@ def open_run(folder: Path, config_yaml: str, *, resume: bool = False, resumable:
         refuse_folder(folder, resume=True)
         stored = path.read_text(encoding="utf-8", errors="replace")
         if changed := _first_difference(_essential(stored), _essential(config_yaml)):
+            other = f"; with other settings, begin another from its weights: --model {folder} --out FOLDER"
             raise UserError(
                 f"{folder}: --resume needs the configuration that the run was started with; {changed}"
+                f"{other if (folder / 'checkpoints').is_dir() else ''}"
             )
         _lock(folder)
         _check_config(folder, stored)

@@ -183,7 +183,9 @@ class Run:
             self._was_opened = True
             for note in notes:
                 self.display.note(note)
-            for warning in (*warnings, warm_up_warning(self._config.optim, self._config.num_steps)):
+            # A run that goes on cannot change what this warns of.
+            short = "" if self.step else warm_up_warning(self._config.optim, self._config.num_steps)
+            for warning in (*warnings, short):
                 if warning:
                     self.warn(warning, step=0)
             yield

@@ -277,7 +277,9 @@ def train_adapters(policy: Policy, config: RunConfig) -> None:
     )
     policy.adapter = None
     if rank() == 0:
-        print("".join(f"whet: {line}\n" for line in policy.trained.lines()), end="", flush=True)
+        given = config.policy.adapter or config.policy.init
+        goes_on = [] if found is None else [f"lora: the adapter of {given} goes on"]
+        print("".join(f"whet: {line}\n" for line in [*goes_on, *policy.trained.lines()]), end="", flush=True)
 
 
 def _refuse_whole(config: RunConfig, policy: Policy) -> None:

@@ -41,7 +41,7 @@ SENSORS = {
     "memory_activity": ("memory activity", "%", False),
     "power_w": ("power", "W", True),
     "temperature_c": ("temperature", "°C", False),
-    "memory_gib": ("memory used", "GiB", True),
+    "memory_gib": ("memory used by all programs", "GiB", True),
 }
 """Sensor -> name, unit, and whether devices are summed (else averaged)."""
 
