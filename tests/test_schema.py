@@ -243,6 +243,14 @@ def test_a_worked_solution_is_rendered_once(name: str, solution: str, completion
         assert parsed.answer == "42"
 
 
+@pytest.mark.parametrize("solution", ["Cela fait 2 800 kg en tout.", "So it is 2,800.", "28 x 100 = 2800"])
+def test_a_solution_that_ends_with_its_answer_in_another_spelling_is_left_as_it_is(solution: str) -> None:
+    assert SCHEMAS["anywhere"].render(solution, "2\u202f800") == solution
+    assert (
+        SCHEMAS["anywhere"].render("Cela fait 800 kg.", "2 800") == "Cela fait 800 kg.\n\nThe answer is 2 800"
+    )
+
+
 def test_the_words_of_the_seeds() -> None:
     assert SCHEMAS["numeric_answer"].system_prompt == (
         "You are a helpful assistant. You must first provide your reasoning in <reasoning> tags, and then your "

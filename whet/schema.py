@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from whet.config import closest, from_dict, read_yaml
+from whet.rewards.answers.equal import answers_equal
 from whet.rewards.answers.extract import (
     DEFAULT_STEPS,
     STEPS_OF,
@@ -325,14 +326,15 @@ class ResponseSchema:
         return f"{opening}{thinking}{self.think_close}{end}"
 
     def _with_answer(self, text: str, answer: str) -> str:
-        """End a text with the answer in its place, unless it ends so already."""
-        if self._find(text) == answer.strip() and text:
+        """End a text with the answer in its place, unless it ends with it already, in any spelling (`2 800`)."""
+        found = self._find(text) if text else None
+        if found is not None and (found == answer.strip() or answers_equal(found, answer)):
             return text
         ends = {
             "tag": f"{self.answer_open}{answer}{self.answer_close}",
             "boxed": f"{BOX}{answer}}}",
             "hashes": f"{HASHES} {answer}",
-            "anywhere": f"The answer is {answer}",
+            "anywhere": f"{ANSWER_SENTENCE}{answer}",
             "whole": answer,
         }
         gap = {"tag": "", "hashes": "\n"}.get(self.answer_place, "\n\n") if text else ""
@@ -461,6 +463,8 @@ def _last_block(text: str, opening: str, closing: str) -> str | None:
 NUM_FIRST_FIELDS = 11
 """Fields that every protocol.json has: think_open to result_close."""
 
+ANSWER_SENTENCE = "The answer is "
+"""Ends a demonstration whose solution does not end with its answer, where answers are read anywhere."""
 STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
 
 SCHEMAS: dict[str, ResponseSchema] = {

@@ -230,6 +230,22 @@ def test_a_conversation_whose_thinking_is_forgotten_is_learnt_turn_by_turn(
     assert "1 of 1 conversations have thinking that the chat template does not write" in note
 
 
+def test_solutions_that_get_a_sentence_with_their_answer_are_counted(
+    make: Callable[..., PolicyConfig],
+) -> None:
+    policy = load_policy(replace(make(), schema="anywhere"), seed=0)
+    solutions = ("So 7 are left.", "So seven are left.", "", "It is so.\n\nThe answer is 7")
+    rows = [
+        Problem(uid=str(n), task="t", prompt="q", answer="7", solution=s) for n, s in enumerate(solutions)
+    ]
+    notes = demonstrate(policy, rows).notes
+    assert [note for note in notes if "no solution" in note] == [
+        '2 of the first 4 rows have no solution that ends with its answer: "The answer is ..." is learnt at its end '
+        "(whet data shows it)"
+    ]
+    assert not any("no solution" in note for note in demonstrate(policy, rows[::3]).notes)
+
+
 def test_what_does_not_fit_is_left_out_or_cut_at_whole_turns(make: Callable[..., PolicyConfig]) -> None:
     policy = load_policy(make(), seed=0)
     row, text, sums = ROWS[1], ROWS[4], ROWS[5]

@@ -17,6 +17,7 @@ from whet.algo.packing import TrainingSequence
 from whet.generate.policy import MAX_UNKNOWN_SHARE, NUM_CHECKED, Policy
 from whet.model.text.chat import Passage, render_passages
 from whet.model.text.tokenizer import Tokenizer
+from whet.schema import ANSWER_SENTENCE
 from whet.types import Allowed, Message, Problem, RuledTask, UserError
 
 Kind = Literal["solution", "chat", "text"]
@@ -48,6 +49,8 @@ class Demonstrations:
         end_ids: Control tokens that end the learnt turns.
         num_endless: Sequences with a learnt turn that no such token ends.
         num_changed: Replies that come back changed from the tokenizer, among the first few hundred.
+        num_extended: Worked solutions that did not end with their answer, among the first few hundred: a sentence that
+            has it is learnt at their end.
     """
 
     problems: list[Problem]
@@ -58,6 +61,7 @@ class Demonstrations:
     end_ids: frozenset[int] = frozenset()
     num_endless: int = 0
     num_changed: int = 0
+    num_extended: int = 0
 
     @property
     def notes(self) -> list[str]:
@@ -79,6 +83,12 @@ class Demonstrations:
             notes.append(
                 f"warning: the tokenizer changes {self.num_changed:,} of the first {min(count, NUM_CHECKED):,} replies "
                 "(letter case, spaces, rare characters): what is learnt is what it keeps"
+            )
+        if self.num_extended:
+            first = min(count, NUM_CHECKED)
+            notes.append(
+                f"{self.num_extended:,} of the first {first:,} rows have no solution that ends with its answer: "
+                f'"{ANSWER_SENTENCE}..." is learnt at its end (whet data shows it)'
             )
         if count < FEW:
             notes.append(
@@ -285,7 +295,12 @@ def demonstrate(
         raise UserError(
             f"the tokenizer does not know {unknown / checked:.0%} of the rows' tokens: use another tokenizer"
         )
-    return Demonstrations(kept, longest, left_out, cut, thoughtless, frozenset(ends), endless, changed)
+    shown = solved[:NUM_CHECKED] if policy.schema.answer_place == "anywhere" else []
+    extended = sum(policy.solution_text(p).endswith(ANSWER_SENTENCE + p.answer) for p in shown)
+    extended -= sum(p.solution.endswith(ANSWER_SENTENCE + p.answer) for p in shown)
+    return Demonstrations(
+        kept, longest, left_out, cut, thoughtless, frozenset(ends), endless, changed, extended
+    )
 
 
 def learn_ends(policy: Policy, end_ids: frozenset[int]) -> list[str]:
