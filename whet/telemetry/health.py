@@ -98,7 +98,9 @@ def _rl_problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
             "over 90% of groups have equal rewards: use problems of medium difficulty, or more samples"
         )
     if _mean(rows, "rl/truncated") > 0.2:
-        problems["truncated"] = "over 20% of completions are cut off: raise --sampling.max-new-tokens"
+        problems["truncated"] = (
+            "over 20% of completions are cut off: unless they soon get shorter, raise --sampling.max-new-tokens"
+        )
     if min(_last(rows, "rl/unscorable", 5), default=0.0) > 0:
         problems["unscorable"] = (
             f"{row['rl/unscorable']:.0f} samples could not be scored and were dropped in each of 5 steps: look for "

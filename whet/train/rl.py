@@ -292,9 +292,10 @@ def weak_start(
     can_refill = algo.uninformative == "drop"
     is_scored = any(sample.reward is not None for group in rollout.groups for sample in group.samples)
     if can_refill and is_scored and dull > MOST and values["rl/correct"] < SOLVED:
+        most = 1 + algo.max_refills
         return (
             f"{dull:.0%} of the groups of the first batch have equal rewards, which teach nothing: "
-            "--algo.uninformative refill samples other problems for them"
+            f"--algo.uninformative refill samples other problems for them (up to {most} times the samples)"
         )
     return ""
 
