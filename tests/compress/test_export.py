@@ -28,7 +28,7 @@ from whet.compress.export.kquants import K_TYPES, k_type
 from whet.compress.export.ollama import ollama_writes, read_modelfile
 from whet.compress.export.prompt import go_template, modelfile, unlike_ollama, whole_template
 from whet.compress.export.vocabulary import CONTROL, USER_DEFINED, Vocabulary, express
-from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.generate.policy import Policy, PolicyConfig, load_policy, own_sampling
 from whet.model.config import ModelConfig, RopeScaling
 from whet.model.families import from_hf
 from whet.model.gguf import read_back
@@ -190,6 +190,39 @@ def test_a_chat_model_leaves_with_the_template_that_it_had(to: str, tmp_path: Pa
         ]
         for chat in (talk[:1], talk, [{"role": "system", "content": "Be brief."}, *talk]):
             assert ollama_writes(template, chat) == Tokenizer.load(source).render(chat)
+
+
+@needs_gguf
+@pytest.mark.parametrize(
+    ("stored", "written", "ollama"),
+    [
+        ({}, {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 0}, (0.7, 0.95, 0, 1)),
+        ({"temperature": 0.6, "top_k": 20}, {"temperature": 0.6, "top_k": 20}, (0.6, 1, 20, 1)),
+        (
+            {"do_sample": False, "repetition_penalty": 1.1},
+            {"do_sample": False, "repetition_penalty": 1.1},
+            (0, 1, 0, 1.1),
+        ),
+    ],
+)
+def test_other_programs_sample_what_was_exported_as_whet_chats_with_it(
+    stored: dict[str, Any], written: dict[str, Any], ollama: tuple[float, ...], tmp_path: Path
+) -> None:
+    """Where the model's makers say nothing, whet's own sampling of chats is written; checkpoints say nothing."""
+    source = chat_model(tmp_path / "model")
+    ids = json.loads((source / "generation_config.json").read_text())
+    assert set(ids) == {"bos_token_id", "eos_token_id"}
+    (source / "generation_config.json").write_text(json.dumps(ids | stored))
+    chat = own_sampling(load_policy(PolicyConfig(init=str(source)), seed=0, plain=True))
+    for to in ("hf", "ollama"):
+        export(config(source, tmp_path / to, to, dtype="f32"))
+    folder = json.loads((tmp_path / "hf/generation_config.json").read_text())
+    assert folder == ids | written
+    assert own_sampling(load_policy(PolicyConfig(init=str(tmp_path / "hf")), seed=0, plain=True)) == chat
+    names = ("temperature", "top_p", "top_k", "repeat_penalty")
+    read = dict(read_modelfile((tmp_path / "ollama/Modelfile").read_text()))
+    assert tuple(float(read[name]) for name in names) == ollama
+    assert (chat.temperature, chat.top_p, chat.top_k) == ollama[:3]
 
 
 @quiet_peft

@@ -16,7 +16,7 @@ from rich.console import Console
 from seeing import png, save_model, uri
 
 from whet.generate.engine import Engine, Request
-from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.generate.policy import Policy, PolicyConfig, load_policy, own_sampling
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.model.config import ModelConfig
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
@@ -27,7 +27,6 @@ from whet.serve import chat
 from whet.serve.chat import Chat, ChatConfig, ChatSampling, Reply, Terminal
 from whet.serve.openai import parse_text
 from whet.serve.scheduler import Scheduler
-from whet.serve.stream import own_sampling
 from whet.types import Problem, UserError
 
 CHATML = (

@@ -642,3 +642,15 @@ def test_a_config_that_was_edited_is_refused_even_where_it_may_differ(tmp_path: 
     (tmp_path / "config.yaml").write_text(config.replace("keep: 2", "keep: 3"))
     with pytest.raises(UserError, match=r"config\.yaml: changed since the run started"):
         open_run(tmp_path, config, resume=True)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o007, 0o077])
+def test_a_file_of_tensors_has_the_permissions_of_any_new_file(mask: int, tmp_path: Path) -> None:
+    """Others read what is exported, and colleagues resume: safetensors 0.8 alone writes files for their owner."""
+    before = os.umask(mask)
+    try:
+        commit.save_tensors({"a": torch.ones(2)}, tmp_path / "a.safetensors", {"format": "pt"})
+        (tmp_path / "a.txt").write_text("")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "a.txt").stat().st_mode

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from whet.editing.facts import Fact, comparable, read_fact
 from whet.editing.memory import Delta
 from whet.editing.sites import memory_of
 from whet.editing.statistics import digests_of
 from whet.model.transformer import LanguageModel
+from whet.storage.commit import save_tensors
 from whet.types import UserError
 
 RECORD = "edits.json"
@@ -209,11 +210,11 @@ class Record:
             for name, delta in batch.deltas.items():
                 tensors[f"left.{name}"] = delta.left_DR.contiguous()
                 tensors[f"right.{name}"] = delta.right_RF.contiguous()
-            save_file(
+            save_tensors(
                 {name: tensor.cpu() for name, tensor in tensors.items()}, parts / f"batch_{n}.safetensors"
             )
         originals = {name: tensor.cpu().contiguous() for name, tensor in self.originals.items()}
-        save_file(originals, parts / "originals.safetensors")
+        save_tensors(originals, parts / "originals.safetensors")
         content = {
             "format": FORMAT,
             "model": self.model,

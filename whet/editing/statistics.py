@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from whet.config import cache_folder
 from whet.editing.facts import PLACE
@@ -23,6 +23,7 @@ from whet.generate.policy import Policy
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.model.config import STORED, ModelConfig
 from whet.model.transformer import LanguageModel
+from whet.storage.commit import save_tensors
 from whet.types import UserError
 
 SAVE_EVERY_S = 20.0
@@ -259,5 +260,5 @@ def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}")
-    save_file(tensors, part)
+    save_tensors(tensors, part)
     part.replace(path)

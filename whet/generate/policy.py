@@ -10,6 +10,7 @@ import datetime
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from whet.config import user_path
 from whet.generate.activations import Activations
 from whet.generate.engine import Engine
 from whet.generate.kernel_speed import choose_kernels
+from whet.generate.sampling import SamplingParams
 from whet.generate.scoring import hidden_rows, score_micro_batch
 from whet.model.attention import AttentionKind
 from whet.model.config import ModelConfig
@@ -60,6 +62,8 @@ NUM_CHECKED = 300
 MAX_UNKNOWN_SHARE = 0.01
 TOKENIZER_MADE = ("characters", "bytes", "boards")
 EVERYWHERE = "wherever they stand"
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p")
+"""What generation_config.json may say of sampling that whet samples by."""
 GPT_OSS_CUE = "<|start|>assistant"
 """Where gpt-oss's prompts end: the model opens a channel next."""
 
@@ -1094,6 +1098,36 @@ def _plain_schema(tokenizer: Tokenizer) -> ResponseSchema:
 def is_own(tokenizer: Tokenizer) -> bool:
     """Say whether the template is one of whet's own, for models without one: question and answer, no conversation."""
     return tokenizer.chat_template in (None, BASE_TEMPLATE, PLAIN_TEMPLATE)
+
+
+def own_sampling(policy: Policy, *, is_chat: bool = True) -> SamplingParams:
+    """Return how a model's makers want it sampled (generation_config.json); else a chat is cooler than the model is.
+
+    Texts to be continued, and a model without a chat template of its own, are drawn from as they are.
+    """
+    given = policy.model.sampling_defaults
+    if given.get("do_sample") is False:
+        return SamplingParams(temperature=0.0)
+    named = {name: given[name] for name in SAMPLING_NAMES if name in given}
+    with suppress(ValueError, TypeError):  # a file of somebody's own making
+        if named:
+            return SamplingParams(**named)
+    if is_chat and not is_own(policy.tokenizer):
+        return SamplingParams(temperature=0.7, top_p=0.95)
+    return SamplingParams()
+
+
+def written_sampling(policy: Policy) -> dict[str, Any]:
+    """Return what generation_config.json is to say of sampling, so that other programs sample as `whet chat` does.
+
+    What the model's makers say stays as it is. Where they say nothing, all of `own_sampling` is written: transformers
+    would else keep to the 50 likeliest tokens.
+    """
+    given = policy.model.sampling_defaults
+    own = own_sampling(policy)
+    if given.get("do_sample") is False or any(name in given for name in SAMPLING_NAMES):
+        return given
+    return {"do_sample": True} | {name: getattr(own, name) for name in SAMPLING_NAMES[:3]} | given
 
 
 def _finished(config: PolicyConfig, schema: ResponseSchema, tokenizer: Tokenizer) -> ResponseSchema:

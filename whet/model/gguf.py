@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from whet.config import cache_folder, temporary_folder
 from whet.install import install_command
@@ -31,6 +30,7 @@ from whet.model.gpt2 import GPT2
 from whet.model.names import as_stored
 from whet.model.text.gguf import tokenizer_files
 from whet.model.transformer import LanguageModel, LlamaLike
+from whet.storage.commit import save_tensors
 from whet.types import UserError
 
 PERMUTED = ("llama", "granite", "smollm3")
@@ -383,7 +383,7 @@ def _write(stored: File, folder: Path, where: str) -> None:
     texts = {"config.json": shape, "generation_config.json": named, "tokenizer.json": tokenizer}
     for name, content in (texts | {"tokenizer_config.json": settings}).items():
         (folder / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def hf_config(stored: File, where: str) -> dict[str, Any]:

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from whet.config import user_path
 from whet.model.config import ModelConfig
 from whet.model.transformer import LanguageModel
+from whet.storage.commit import save_tensors
 from whet.types import UserError
 
 VECTORS = "steering.safetensors"
@@ -72,7 +73,7 @@ class Steering:
     def save(self, folder: Path) -> None:
         """Write the vectors; the strength is chosen where they are applied."""
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(
+        save_tensors(
             {f"{_PREFIX}{layer}": vector_D.contiguous() for layer, vector_D in self.vectors.items()},
             folder / VECTORS,
         )

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from whet.config import user_path
 from whet.model.config import TOWER, ModelConfig, VisionConfig
@@ -52,7 +51,7 @@ from whet.model.vision.pixels import Preprocessing, read_preprocessing
 from whet.model.vision.store import ImageStore
 from whet.ranks.collectives import is_share
 from whet.ranks.fsdp import local, rows_of
-from whet.storage.commit import MANIFEST
+from whet.storage.commit import MANIFEST, save_tensors
 from whet.telemetry.provenance import no_run
 from whet.types import UserError
 
@@ -736,13 +735,7 @@ def save_model(
         facts = {"layers": layers, "bytes": size, "kl": None}
         (folder / QUANTIZATION).write_text(json.dumps(facts, indent=1) + "\n")
     (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
-    generation = {
-        "bos_token_id": bos_id,
-        "eos_token_id": hf["eos_token_id"],
-        "do_sample": True,
-        "temperature": 1.0,
-    }
-    generation |= model.sampling_defaults
+    generation = {"bos_token_id": bos_id, "eos_token_id": hf["eos_token_id"]} | model.sampling_defaults
     if model.images is not None and model.images.preprocessing.stored:
         stored = json.dumps(dict(model.images.preprocessing.stored), indent=1) + "\n"
         (folder / PREPROCESSING[0]).write_text(stored)
@@ -756,12 +749,12 @@ def save_model(
         shards[-1][name] = tensor
         size += tensor.nbytes
     if len(shards) == 1:
-        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
         return
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        save_tensors(shard, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
     (folder / "model.safetensors.index.json").write_text(

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whet import __version__
 from whet.generate import rows
-from whet.generate.policy import Policy
+from whet.generate.policy import Policy, own_sampling
 from whet.model.lora.adapter import Adapter
 from whet.model.vision.asking import images_in
 from whet.model.vision.ids import keys_in
@@ -58,7 +58,7 @@ from whet.serve.openai import (
     usage_of,
 )
 from whet.serve.scheduler import Ask, BusyError, Event, Scheduler, Ticket, read_outline, read_update
-from whet.serve.stream import chat_prompt, has_turns, own_sampling, unread_note
+from whet.serve.stream import chat_prompt, has_turns, unread_note
 from whet.types import UserError
 
 MAX_BODY_BYTES = 4 * 2**20

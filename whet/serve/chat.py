@@ -19,7 +19,7 @@ from rich.text import Text
 
 from whet.cli import Program
 from whet.config import counted, user_path
-from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.generate.policy import Policy, PolicyConfig, load_policy, own_sampling
 from whet.generate.rows import Completion, Request
 from whet.generate.sampling import SamplingParams, sequence_seed
 from whet.model.vision.reading import is_data_uri, is_url, locate, read_picture
@@ -30,7 +30,6 @@ from whet.serve.stream import (
     TokenText,
     chat_prompt,
     has_turns,
-    own_sampling,
     silent_ids,
     unread_note,
 )

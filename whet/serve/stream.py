@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from whet.generate.policy import Policy, is_own
-from whet.generate.sampling import SamplingParams
+from whet.generate.policy import Policy
 from whet.model.text.template import BASE_TEMPLATE, PLAIN_TEMPLATE
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.vision.ids import is_image
@@ -24,23 +22,6 @@ LONG_WINDOW = 16
 def has_turns(policy: Policy) -> bool:
     """Say whether a policy's template supports conversations; the templates for base models have one question."""
     return policy.tokenizer.chat_template not in (BASE_TEMPLATE, PLAIN_TEMPLATE)
-
-
-def own_sampling(policy: Policy, *, is_chat: bool = True) -> SamplingParams:
-    """Return how a model's makers want it sampled (generation_config.json); else a chat is cooler than the model is.
-
-    Texts to be continued, and a model without a chat template of its own, are drawn from as they are.
-    """
-    given = policy.model.sampling_defaults
-    if given.get("do_sample") is False:
-        return SamplingParams(temperature=0.0)
-    named = {name: given[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in given}
-    with suppress(ValueError, TypeError):  # a file of somebody's own making
-        if named:
-            return SamplingParams(**named)
-    if is_chat and not is_own(policy.tokenizer):
-        return SamplingParams(temperature=0.7, top_p=0.95)
-    return SamplingParams()
 
 
 def chat_prompt(policy: Policy, messages: Sequence[Mapping[str, Any]], **values: Any) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from whet.kernels.cpu import build
 from whet.kernels.dispatch import EAGER
@@ -32,6 +32,7 @@ from whet.storage.commit import (
     digest,
     machine,
     remove,
+    save_tensors,
     set_aside,
     sync,
     verify_folder,
@@ -57,7 +58,7 @@ def save_sharded(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         OSError: If the disk is full or fails, on every rank.
     """
     if not is_distributed():
-        save_file({name: t.detach().contiguous() for name, t in tensors.items()}, folder / ALONE)
+        save_tensors({name: t.detach().contiguous() for name, t in tensors.items()}, folder / ALONE)
         return
     # Imported here: it takes a second or two.
     from torch.distributed.checkpoint.api import CheckpointException
@@ -324,7 +325,7 @@ def save_step(
         with commit_folder(folder) as temporary:
             write(temporary)
             parts = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            save_file(parts, temporary / "training" / ALONE)
+            save_tensors(parts, temporary / "training" / ALONE)
     if rank() == 0:
         sync(run)  # the names in it: config.yaml, the logs, checkpoints/ itself
         _purge(run, keep)

@@ -10,13 +10,14 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from whet.kernels import dispatch
 from whet.kernels.cpu.build import processor_kind
@@ -38,6 +39,23 @@ FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 class DiskFullError(UserError):
     """The disk is full; nothing that was saved before is lost."""
+
+
+def save_tensors(
+    tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file with the permissions of any new file; the library alone makes it its owner's.
+
+    Args:
+        tensors: The tensors, contiguous and not shared.
+        path: The file.
+        metadata: What its header says.
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, None if metadata is None else dict(metadata))
+    with suppress(OSError):  # a file system without permissions
+        path.chmod(mode)
 
 
 def recover(parent: Path) -> None:

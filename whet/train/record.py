@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from safetensors.torch import save_file
 
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate.policy import Policy
@@ -19,7 +18,15 @@ from whet.model.attention import AttentionKind
 from whet.ranks.collectives import gather_json, is_share, rank
 from whet.ranks.fsdp import full, gathered, whole_copies
 from whet.storage.checkpoint import RECORDS, step_folder
-from whet.storage.commit import MANIFEST, UNREADABLE, commit_folder, machine, remove, verify_folder
+from whet.storage.commit import (
+    MANIFEST,
+    UNREADABLE,
+    commit_folder,
+    machine,
+    remove,
+    save_tensors,
+    verify_folder,
+)
 from whet.telemetry.provenance import no_run
 from whet.train.data.pairs import Pair
 from whet.train.objective.advantage import training_sequences
@@ -253,7 +260,7 @@ class Recorder:
                     self._policy.save(temporary, weights)
                     (temporary / "training").mkdir()
                     tensors = {name: tensor.contiguous() for name, tensor in training[0].items()}
-                    save_file(tensors, temporary / "training" / "optimizer.safetensors")
+                    save_tensors(tensors, temporary / "training" / "optimizer.safetensors")
                     (temporary / "training" / "state.json").write_text(json.dumps(training[1]) + "\n")
         except UserError as error:
             print(f"whet: warning: {error}; training continues without it", file=sys.stderr, flush=True)

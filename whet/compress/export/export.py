@@ -23,7 +23,14 @@ from whet.compress.export.prompt import modelfile, unlike_ollama, whole_template
 from whet.compress.export.vocabulary import Vocabulary, express
 from whet.config import counted, from_dict, read_yaml
 from whet.eval.evaluate import take_problems
-from whet.generate.policy import Policy, PolicyConfig, load_policy
+from whet.generate.policy import (
+    SAMPLING_NAMES,
+    Policy,
+    PolicyConfig,
+    load_policy,
+    own_sampling,
+    written_sampling,
+)
 from whet.install import install_command
 from whet.model.families import from_hf
 from whet.model.files import read_json
@@ -215,6 +222,7 @@ def export(config: ExportConfig, tell: Tell = lambda _: None) -> dict[str, Any]:
     # Plain: a model without a protocol of whet's leaves as its own template asks it.
     policy = load_policy(config.policy, seed=0, merge=False, plain=True)
     adapter, vocabulary = policy.adapter, None
+    policy.model.sampling_defaults = written_sampling(policy)
     if config.to in ("gguf", "ollama"):
         if adapter is None:  # whose layers have names of their own
             gguf.check_names(policy.model)
@@ -504,14 +512,11 @@ def _write_gguf(
 
 def _write_modelfile(policy: Policy, out: Path, reference: parity.Reference) -> tuple[list[str], list[str]]:
     """Write the Modelfile; return notes, and what Ollama asks otherwise with it."""
-    given = policy.model.sampling_defaults
-    sampling = {
-        name: float(given[name]) for name in ("temperature", "top_p", "top_k", "min_p") if name in given
-    }
     context, has_template = gguf.context_length(policy.model.config), reference.has_template
-    text, notes = modelfile(
-        policy, "model.gguf", context, {"temperature": 1.0} | sampling, has_template=has_template
-    )
+    # All of them: Ollama has values of its own for what is left out, and `whet chat` would sample otherwise.
+    sampling = {name: float(getattr(own_sampling(policy), name)) for name in SAMPLING_NAMES}
+    sampling["repeat_penalty"] = float(policy.model.sampling_defaults.get("repetition_penalty", 1.0))
+    text, notes = modelfile(policy, "model.gguf", context, sampling, has_template=has_template)
     (out / "Modelfile").write_text(text, encoding="utf-8")
     return notes, unlike_ollama(policy, text, reference.chats) if has_template else []
 

@@ -12,11 +12,11 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 
 from whet.model.lora.adapter import CONFIG, EXPERT_ENDS, WEIGHTS, Adapter, LoRAPair
 from whet.model.lora.files import BASE, PREFIX
 from whet.model.lora.several import check_same_base
+from whet.storage.commit import save_tensors
 from whet.types import UserError
 
 Method = Literal["cat", "linear", "ties", "dare_linear", "dare_ties"]
@@ -186,7 +186,7 @@ def write_merged(folder: Path, pairs: dict[str, LoRAPair], adapters: Sequence[Ad
         a, b = F.pad(pair.a_RD, (0, 0, 0, surplus)), F.pad(pair.b_FR, (0, surplus))
         stem = f"{PREFIX}{name}"
         tensors[f"{stem}.lora_A.weight"], tensors[f"{stem}.lora_B.weight"] = a.contiguous(), b.contiguous()
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    save_tensors(tensors, folder / WEIGHTS, {"format": "pt"})
     listed = {name for adapter in adapters for name in adapter.config.get("target_parameters") or ()}
     as_parameters = sorted(f"{name}.weight" for name in pairs if f"{name}.weight" in listed)
     facts: dict[str, Any] = dict(first.config) | {

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from whet.config import user_path
 from whet.model.gpt2 import Conv1D
@@ -23,6 +22,7 @@ from whet.model.lora.side import Beside, LoRAConfig, Target, attach, choose, sid
 from whet.model.names import module_name
 from whet.model.quant import packed_parts
 from whet.model.transformer import LanguageModel
+from whet.storage.commit import save_tensors
 from whet.types import UserError
 
 KEPT_WHEN_CONTINUED = ("rank", "lr_ratio")
@@ -226,7 +226,7 @@ class Trained:
         facts = {"format": "pt"}
         if parts := {one.name: one.ends for one in written if one.ends}:
             facts[PARTS] = json.dumps(parts)
-        save_file({name: t.contiguous() for name, t in tensors.items()}, folder / WEIGHTS, facts)
+        save_tensors({name: t.contiguous() for name, t in tensors.items()}, folder / WEIGHTS, facts)
         settings = self._facts(written, modules, is_plain=is_plain)
         (folder / CONFIG).write_text(json.dumps(settings, indent=1) + "\n")
         self._base.write(folder)
