@@ -268,6 +268,14 @@ BAD: dict[str, tuple[Any, str]] = {
     "a model's field": (lambda f, t: whet.load(f, devcie="cpu"), "did you mean 'device'"),
     "a type": (lambda f, t: whet.rl(f, ROWS, out=t, num_prompts="8"), "num_prompts"),
     "no field": (lambda f, t: whet.rl(f, ROWS, out=t, is_filtered=True), "has no field 'is_filtered'"),
+    "epochs": (
+        lambda f, t: whet.rl(f, ROWS, out=t, num_train_epochs=2),
+        r"did you mean 'num_epochs'\?|did you mean 'num_steps'\? \(it counts optimizer steps",
+    ),
+    "another library's limit": (
+        lambda f, t: whet.load(f).generate(["a"], max_tokens=5),
+        "generate has no argument 'max_tokens'; did you mean 'max_new_tokens'",
+    ),
     "preset": (lambda f, t: whet.rl(f, ROWS, out=t, optim="thin"), "expected one of lean"),
     "no rows": (lambda f, t: whet.rl(f, [], out=t), "got no rows"),
     "a row that is no dict": (lambda f, t: whet.rl(f, ["2+2"], out=t), "row 0: got '2\\+2', expected a dict"),

@@ -594,7 +594,9 @@ BAD = """
 stf demo | did you mean 'sft'?
 --versoin | did you mean '--version'?
 sweep demo --budgte-s 3 | unknown field '--budgte-s' for 'whet sweep' (whet
-sft own --num-epochs 3 | did you mean '--num-steps'?
+sft own --num-epochs 3 | did you mean '--num-steps'? (it counts optimizer steps, not passes over the data; whet sft own
+rl own --per_device_train_batch_size 8 | did you mean '--num-prompts'? (it counts prompts, each with group_size
+rl own --use_peft true | did you mean '--lora.rank'?
 rl own --num-epochs 3 | did you mean '--algo.num-epochs'?
 sft own --max-length 512 | did you mean '--too-long'?
 sft own --validation-split 0.1 | did you mean '--task.held-out'?

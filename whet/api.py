@@ -15,6 +15,7 @@ import ast
 import copy
 import hashlib
 import html
+import inspect
 import io
 import json
 import math
@@ -41,6 +42,7 @@ from whet.config import (
     cache_folder,
     closest,
     counted,
+    counts,
     dump_yaml,
     from_dict,
     groups,
@@ -279,6 +281,11 @@ class Policy:
         self, prompts: Sequence[str | Messages], *, temperature: float = 0.0, **options: Any
     ) -> list[str]:
         """Complete prompts, one completion each, greedily unless told otherwise; options are those of `sample`."""
+        known = inspect.signature(self.sample).parameters
+        for name in options.keys() - known:
+            found = meant(name, [f"sampling.{one}" for one in known]) or closest(name, list(known)) or ""
+            near = f"; did you mean {found.rpartition('.')[2]!r}?" if found else ""
+            raise UserError(f"generate has no argument {name!r}{near}")
         return [row[0] for row in self.sample(prompts, 1, temperature=temperature, **options)]
 
     def logprobs(
@@ -1373,8 +1380,9 @@ def _made(cls: type[C], given: Mapping[str, Any]) -> C:
             group, _, last = (found or "").rpartition(".")
             near = found and (last if group in LOOSE else f"{group}={{{last!r}: ...}}" if group else last)
             near = ARGUMENTS.get(found or "") or near or closest(name, [*own, *homes])
+            unit = f" ({what})" if (what := counts(name, found)) else ""
             raise UserError(
-                f"{cls.__name__} has no field {name!r}" + (f"; did you mean {near!r}?" if near else "")
+                f"{cls.__name__} has no field {name!r}" + (f"; did you mean {near!r}?{unit}" if near else "")
             )
         group = homes[name]
         if not isinstance(values.get(group, {}), Mapping):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, get
 
 from whet.config import (
     closest,
+    counts,
     default_data,
     dump_yaml,
     expected,
@@ -630,7 +631,14 @@ def escape(text: str) -> str:
 
 
 def unknown(
-    kind: str, name: str, owner: str, candidates: Sequence[str], *, help_command: str, sure: bool = False
+    kind: str,
+    name: str,
+    owner: str,
+    candidates: Sequence[str],
+    *,
+    help_command: str,
+    sure: bool = False,
+    unit: str = "",
 ) -> UserError:
     """Make the one-line error for a misspelt name.
 
@@ -641,13 +649,15 @@ def unknown(
         candidates: All right spellings.
         help_command: The command that lists them.
         sure: Whether the first candidate is meant, however it is spelt.
+        unit: What that counts, if the name counts something else elsewhere.
 
     Returns:
         The error, to be raised.
     """
     match = candidates[0] if sure else closest(name, candidates)
     hint = f"; did you mean {match!r}?" if match else ""
-    return UserError(f"unknown {kind} {show(name)} for '{owner}'{hint} ({help_command} lists all)")
+    told = f"{unit}; {help_command}" if unit else help_command
+    return UserError(f"unknown {kind} {show(name)} for '{owner}'{hint} ({told} lists all)")
 
 
 def _scan(
@@ -846,11 +856,18 @@ def _resolve(
         _flag(re.sub(r"(\w+)$", r"no_\1", field)) for field, hint in fields.items() if is_switch(hint)
     ]
     if found := meant(name, fields):
-        raise unknown("field", option, command, [_flag(found)], help_command=f"{command} --help", sure=True)
+        raise unknown(
+            "field",
+            option,
+            command,
+            [_flag(found)],
+            help_command=f"{command} --help",
+            sure=True,
+            unit=counts(name, found),
+        )
     flags = [*map(_flag, fields), *negations]
-    if option[2:] not in {
-        flag.rpartition(".")[2] for flag in flags
-    }:  # '--mode' is '--overlap.mode', not '--model'
+    ends = {flag.rpartition(".")[2] for flag in flags}
+    if option[2:] not in ends:  # '--mode' is '--overlap.mode', not '--model'
         shorts = [short for short in SHORT if _long(cls, short, ()) != short]
         flags = difflib.get_close_matches(option, shorts, n=1, cutoff=NEAR_SHORT) or flags
     raise unknown("field", option, command, flags, help_command=f"{command} --help")

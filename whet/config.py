@@ -84,7 +84,7 @@ FOREIGN = {
     "safety.keep": ("save_total_limit", "keep_checkpoints", "keep"),
     "track.to": ("report_to", "wandb", "tracker"),
     "reward": ("reward_funcs", "reward_func", "reward_functions", "reward_function", "reward_fn"),
-    "lora.rank": ("rank", "lora_rank", "lora_r"),
+    "lora.rank": ("rank", "lora_rank", "lora_r", "use_peft", "peft_config", "use_lora"),
     "lora.alpha": ("lora_alpha",),
     "lora.targets": ("target_modules", "lora_target_modules"),
     "policy.tokenizer": ("processing_class",),
@@ -94,6 +94,17 @@ FOREIGN = {
     "dtype": ("type",),
 }
 """Field -> what other libraries call it: a suggestion, no second name. The first that a program has is meant."""
+UNITS = {
+    "num_steps": ("optimizer steps, not passes over the data", ("epochs", "num_epochs", "num_train_epochs")),
+    "num_prompts": (
+        "prompts, each with group_size completions",
+        ("batch", "batch_size", "per_device_train_batch_size", "train_batch_size"),
+    ),
+    "optim.warmup_steps": ("steps, not a share", ("warmup_ratio",)),
+    "optim.token_budget": ("tokens", ("gradient_accumulation_steps", "micro_batch", "micro_batch_size")),
+    "task.held_out": ("a share", ("test_size", "val_size")),
+}
+"""Field -> what it counts, said to whoever gives one of these names: theirs count something else."""
 
 
 class Renamed(NamedTuple):
@@ -430,6 +441,12 @@ def meant(name: str, fields: Collection[str]) -> str | None:
     return next((field for field, theirs in FOREIGN.items() if name in theirs and field in fields), None)
 
 
+def counts(name: str, field: str | None) -> str:
+    """Return what a field counts, for an error that suggests it in place of another library's name; '' if the same."""
+    what, names = UNITS.get(field or "", ("", ()))
+    return f"it counts {what}" if name in names else ""
+
+
 class _Dumper(yaml.SafeDumper):
     """Writes a list on one line, so that a config is one line per field, and never an alias."""
 
@@ -516,7 +533,8 @@ def _build_group(cls: type[Config], data: Any, *, path: str, where: str, base: A
         for key in strange:
             dotted = _join(path, str(key))
             match = meant(str(key), names) or closest(dotted, names)
-            told.append(f"unknown field {dotted!r}" + (f", did you mean {match!r}?" if match else ""))
+            unit = f" ({what})" if (what := counts(str(key), match)) else ""
+            told.append(f"unknown field {dotted!r}" + (f", did you mean {match!r}?{unit}" if match else ""))
         raise UserError(f"{where}: {'; '.join(told)}")
     values: dict[str, Any] = {}
     for field in options(cls):

@@ -483,6 +483,8 @@ def test_folders_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     refused(lambda: model_folder(tmp_path), str(tmp_path), "neither a model folder (no config.json)")
     (tmp_path / "file").write_text("")
     refused(lambda: load_model(tmp_path / "file"), "neither a model folder")
+    (tmp_path / "model.gguf").touch()
+    refused(lambda: model_folder(tmp_path), "a GGUF file is a model by its own name", "model.gguf")
     for name in ("runs", "../a/b", "/nowhere/at/all", "a/b/c", "", "owner/", "https://x.org/a"):
         refused(lambda name=name: model_folder(name), "o")
 

@@ -117,6 +117,8 @@ def model_folder(source: str | Path, *, weights: bool = True) -> Path:
             "reached it; go on with --resume (Python: resume=True), or give another folder"
         )
     if path.exists():
+        if files := sorted(path.glob(f"*{GGUF}")):
+            raise UserError(f"{path}: a GGUF file is a model by its own name: {files[0]}")
         raise UserError(f"{path}: neither a model folder (no config.json) nor a run folder (no checkpoints/)")
     if str(source).startswith("runs/") or "/" not in str(source) or not is_hub_name(str(source)):
         raise no_run(str(source), or_hub=not str(source).startswith("runs/"))
