@@ -414,7 +414,7 @@ def test_rl_on_a_quantised_base_is_on_policy_and_read_with_that_base(
         assert torch.allclose(merged.model.logits(ids), wanted, atol=1e-5)
         whole, _ = load_model(base)
         assert not torch.allclose(whole.logits(ids), wanted, atol=1e-3)
-    with pytest.raises(UserError, match="quantised base.*whet export --to merged"):
+    with pytest.raises(UserError, match="quantised base.*whet export RUN --to merged"):
         again.save(tmp_path / "saved")
     # Trained on, it stays on that base; so does an adapter of a dense one that is trained on beside NF4.
     more = rl_config(tmp_path / "run", tmp_path / "more", num_steps=1, save_every=1)

@@ -268,7 +268,9 @@ class Editor:
         self, policy: Policy, name: str, record: Record | None = None, cache: Path | None = None
     ) -> None:
         if policy.several is not None or (policy.adapter is not None and policy.adapter.is_applied):
-            raise UserError("the model has an adapter beside it: merge it first (whet export --to merged)")
+            raise UserError(
+                "the model has an adapter beside it: merge it first (whet export RUN --to merged --out FOLDER)"
+            )
         if policy.steering:
             raise UserError(
                 "the model is steered: an edit would be searched beside it; leave policy.steering out"

@@ -313,7 +313,7 @@ class Adapter:
         if packed_parts(model):
             raise UserError(
                 f"{self.folder} stands on a quantised base, which stays in few bits: keep base and adapter apart, or "
-                "write dense weights with whet export --to merged"
+                "write dense weights with whet export RUN --to merged --out FOLDER"
             )
         places = {
             f"{target.name}{'' if target.is_expert else '.weight'}": target.name for target, _ in self._sides

@@ -62,12 +62,12 @@ def merge_adapters(
         if adapter.saved:
             raise UserError(
                 f"{adapter.folder}: {sorted(adapter.saved)[0][:80]!r} is a whole tensor, which no weighted sum of "
-                "adapters holds: merge it into the base (whet export --to merged)"
+                "adapters holds: merge it into the base (whet export RUN --to merged --out FOLDER)"
             )
         if experts := next((name for name in adapter.pairs if name.endswith(EXPERT_ENDS)), None):
             raise UserError(
                 f"{adapter.folder}: it changes experts ({experts[:80]}), which are not merged with others': "
-                "merge it into the base (whet export --to merged)"
+                "merge it into the base (whet export RUN --to merged --out FOLDER)"
             )
         if dora := next((name for name, pair in adapter.pairs.items() if pair.magnitude_F is not None), None):
             raise UserError(

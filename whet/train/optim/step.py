@@ -15,6 +15,7 @@ from weakref import WeakMethod
 
 import torch
 
+from whet.config import counted
 from whet.kernels.cpu import build, toolchain
 from whet.kernels.cpu.ops import forget
 from whet.model.attention import Packed
@@ -276,8 +277,9 @@ def warm_up_warning(config: OptimConfig, num_steps: int) -> str:
     if config.warmup_steps < max(num_steps, 2):
         return ""
     last = learning_rate(config, num_steps - 1, num_steps)
+    length = counted(num_steps, "step")
     return (
-        f"optim.warmup_steps = {config.warmup_steps} and the run has {num_steps} steps: the learning rate only rises, "
+        f"optim.warmup_steps = {config.warmup_steps} and the run has {length}: the learning rate only rises, "
         f"to {last:g} ({last / config.lr:.0%} of optim.lr); set --optim.warmup-steps {num_steps // 10}"
     )
 
