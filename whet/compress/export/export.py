@@ -580,7 +580,8 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     if "not_checked" in asked:
         rows = [
             f"{head}, NOT CHECKED in the program that it is for: {asked['not_checked']}",
-            "  what that answers is not known: a wrong key, template or token shows only there",
+            "  what that answers is not known: a wrong key, template or token shows only there; once it is installed, "
+            "the same command with another --out writes the model again and checks it",
             f"  rounding alone, in whet's own engine: KL {stored['kl']:.2e} nats a token, same top token "
             f"{stored['top1_agreement']:.1%}",
         ]
