@@ -14,7 +14,15 @@ from needs import needs
 
 from whet.tasks import read
 from whet.tasks.jsonl import Jsonl
-from whet.tasks.read import BadRow, first_row, read_file, read_json_array, read_jsonl, split_of
+from whet.tasks.read import (
+    BadRow,
+    first_row,
+    has_semicolons,
+    read_file,
+    read_json_array,
+    read_jsonl,
+    split_of,
+)
 from whet.types import UserError
 
 GOOD = b'{"q": "1+1", "a": "2"}'
@@ -160,6 +168,29 @@ def test_the_command_that_makes_utf_8_of_an_excel_file_works(tmp_path: Path) -> 
     command = str(caught.value).rpartition(": ")[2]
     assert subprocess.run(command, shell=True, check=False).returncode == 0
     assert first_row(tmp_path / "aufgaben-utf8.csv")["Frage"] == "Änne hat 3 Nüsse."
+
+
+@pytest.mark.parametrize("above", ["sep=;\r\n", "\ufeffsep=;\n", ""])
+def test_a_spreadsheets_csv_is_read_with_its_first_and_last_lines(above: str, tmp_path: Path) -> None:
+    text = f"{above}question;answer;note\r\nHow many?;2,5;\r\n;;\r\n;;\r\n"
+    path = write(tmp_path, text.encode(), "excel.csv")
+    rows, bad = read_file(path, required=["question"])
+    assert (rows, bad) == ([(1, {"question": "How many?", "answer": "2,5", "note": ""})], [])
+    assert has_semicolons(path)
+    commas = write(tmp_path, b"sep=,\nquestion;x,answer\nq,1\n", "commas.csv")
+    assert read_file(commas, required=[])[0] == [(1, {"question;x": "q", "answer": "1"})]
+    assert not has_semicolons(commas)
+
+
+@pytest.mark.parametrize("title", ["Exercices 2026", "Exercices 2026;;", ";;"])
+def test_a_title_above_the_column_names_is_no_column(title: str, tmp_path: Path) -> None:
+    path = write(tmp_path, f"{title}\nquestion;answer;level\nq, or r?;1,5;2\n".encode(), "titled.csv")
+    with pytest.raises(
+        UserError, match="titled.csv: line 1 is no line of column names: [01] names? for 3 columns"
+    ):
+        read_file(path, required=[])
+    text = write(tmp_path, b'text\n"Well, yes, no, maybe"\n', "text.csv")  # one column, whose text has commas
+    assert len(read_file(text, required=["text"])[0]) == 1
 
 
 def test_csv(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+from whet.config import counted
 from whet.install import install_command
 from whet.types import Problem, UserError
 
@@ -123,13 +124,15 @@ def read_csv(
     """Read a CSV file with a line of column names; otherwise as `read_jsonl`, with row numbers for line numbers.
 
     Columns are parted by what the line of names has most of: commas, semicolons (as spreadsheets write where the comma
-    is decimal), or tabs.
+    is decimal), or tabs; or by what a line `sep=;` before it says. Rows without any text are skipped.
     """
     path = Path(path)
 
     def rows() -> Iterator[tuple[str, int, Row | str | None, Any]]:
         try:
             for number, row in enumerate(_csv_rows(path), 1):
+                if not any("".join(part or ()) for part in row.values()):  # a spreadsheet's last rows: `;;`
+                    continue
                 whole = None not in row and None not in row.values()
                 fault = "not as many fields as columns"
                 yield f"{path.name} row {number}", number, row if whole else fault, row
@@ -153,8 +156,29 @@ def _no_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
 def _csv_rows(path: Path) -> Iterable[dict[str | Any, Any]]:
     csv.field_size_limit(MAX_LINE_BYTES)  # of the whole process; a data URI is longer than the default
     lines = (line.decode("utf-8") for _, line in _lines(path))
+    names, delimiter = _header(lines)
+    first = next(lines, "")
+    num_named, num_fields = (
+        len(list(filter(str.strip, next(csv.reader([line], delimiter=mark), []))))
+        for line, mark in (
+            (names, delimiter),
+            (first, _delimiter(first) if delimiter not in names else delimiter),
+        )
+    )
+    if 2 * num_named < num_fields and names.count('"') % 2 == 0:  # else the names go on in the next line
+        raise UserError(
+            f"{path.name}: line 1 is no line of column names: {counted(num_named, 'name')} for {num_fields} columns; "
+            "delete what stands above the names, and quote fields that hold what parts the columns"
+        )
+    return csv.DictReader(chain([names, first], lines), strict=True, delimiter=delimiter)
+
+
+def _header(lines: Iterator[str]) -> tuple[str, str]:
+    """Return the line of column names, and what parts the columns; a line `sep=;` before it is Excel's."""
     names = next(lines, "")
-    return csv.DictReader(chain([names], lines), strict=True, delimiter=_delimiter(names))
+    if said := re.fullmatch(r"sep=(.)\s*", names):
+        return next(lines, ""), said[1]
+    return names, _delimiter(names)
 
 
 def _delimiter(names: str) -> str:
@@ -163,10 +187,7 @@ def _delimiter(names: str) -> str:
 
 def has_semicolons(path: Path) -> bool:
     """Say whether a file is CSV whose columns are parted by semicolons."""
-    return (
-        path.suffix.lower() in CSV
-        and _delimiter(next((line.decode("utf-8") for _, line in _lines(path)), "")) == ";"
-    )
+    return path.suffix.lower() in CSV and _header(line.decode("utf-8") for _, line in _lines(path))[1] == ";"
 
 
 def read_parquet(
