@@ -34,7 +34,12 @@ def uri(*colours: int, size: tuple[int, int] = (16, 16)) -> str:
 
 
 def save_model(
-    where: Path, seed: int = 0, *, tokenizer: Tokenizer | None = None, max_positions: int = 128
+    where: Path,
+    seed: int = 0,
+    *,
+    tokenizer: Tokenizer | None = None,
+    max_positions: int = 128,
+    tied: bool = True,
 ) -> Path:
     """A model of Qwen3-VL's shape whose patches are 4 pixels wide, so that an image of 16 has 4 tokens."""
     schema = SCHEMAS["think_answer"]
@@ -56,7 +61,7 @@ def save_model(
     config = from_hf(
         {
             "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl",
-            "image_token_id": tokenizer.encode("<image>")[0], "tie_word_embeddings": True,
+            "image_token_id": tokenizer.encode("<image>")[0], "tie_word_embeddings": tied,
             "text_config": text, "vision_config": tower,
         }
     )  # fmt: skip

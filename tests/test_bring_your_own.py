@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import hub
 import pytest
@@ -35,9 +36,10 @@ SMALL = {
 """What the commands are made small with."""
 
 
-def make_model(folder: Path) -> None:
-    """Write an instruct-shaped model as others save it: a chat template, no protocol of ours."""
+def own_shape(tokens: Tokenizer, **more: Any) -> ModelConfig:
+    """Return the shape of a tiny model."""
     shape = ModelConfig(
+        vocab_size=tokens.vocab_size,
         hidden_size=32,
         intermediate_size=64,
         num_layers=1,
@@ -46,8 +48,13 @@ def make_model(folder: Path) -> None:
         head_dim=16,
         max_positions=2048,
     )
+    return replace(shape, **more)
+
+
+def make_model(folder: Path) -> None:
+    """Write an instruct-shaped model as others save it: a chat template, no protocol of ours."""
     tokens = Tokenizer.bytes(["<|im_start|>", "<|im_end|>"])
-    model = build_model(replace(shape, vocab_size=tokens.vocab_size))
+    model = build_model(own_shape(tokens))
     init_weights(model, 0)
     roles = {"eos_token": "<|im_end|>", "pad_token": "<pad>"}
     tokens = Tokenizer(tokens._backend, roles=roles, chat_template=CHATML)

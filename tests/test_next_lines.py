@@ -8,16 +8,25 @@ import json
 import re
 import shlex
 import signal
+import typing
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_bring_your_own import make_model
+import seeing
+import torch
+from needs import program
+from test_bring_your_own import CHATML, make_model, own_shape
 
 import whet
 from whet import __main__
+from whet.compress.export import export
 from whet.install import as_typed
+from whet.model.text.tokenizer import Tokenizer
+from whet.model.transformer import init_weights
+from whet.model.weights import build_model, load_model, save_model
 from whet.storage.checkpoint import saved_steps
 from whet.storage.folder import next_line
 from whet.train import sft
@@ -35,6 +44,14 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "Some."}]}
         for text in QUESTIONS
     ],
+    "sevens": [{"question": f"{text} Say 7.", "answer": "7"} for text in QUESTIONS],
+    "few": [{"question": f"{text} Say 7.", "answer": "7"} for text in QUESTIONS[:12]],
+    "choice": [
+        {"question": text, "choices": ["7", str(n + 8)], "answer": "A"} for n, text in enumerate(QUESTIONS)
+    ],
+    "yes_no": [{"question": f"{text} Some?", "answer": "yes"} for text in QUESTIONS],
+    "code": [{"prompt": f"{text} Let f be 7.", "tests": ["assert f == 7"]} for text in QUESTIONS],
+    "images": [{"question": text, "image": "seven.png", "answer": "7"} for text in QUESTIONS],
     "texts": [{"text": text} for text in QUESTIONS],
     "pairs": [{"prompt": text, "chosen": "Some.", "rejected": "Who knows?"} for text in QUESTIONS],
 }
@@ -56,7 +73,9 @@ SMALL = {
 }
 """What the printed commands are made small with."""
 TELLS: dict[str, str] = {
-    "compress/export/export.py:next_steps": "compress/test_export.py:test_each_export_names_what_one_does_with_it",
+    "compress/export/export.py:next_steps": (
+        "test_next_lines.py:test_the_next_lines_of_exports_answer_as_the_model"
+    ),
     "compress/merge.py:merge": "test_next_lines.py:test_the_next_lines_of_other_programs_work_as_they_stand",
     "compress/merge.py:_merge_models": "test_next_lines.py:test_the_next_lines_of_other_programs_work_as_they_stand",
     "compress/quantize/quantize.py:main": (
@@ -71,6 +90,60 @@ TELLS: dict[str, str] = {
     "train/session.py:stop_if_asked": "test_next_lines.py:test_a_run_that_was_stopped_goes_on_with_its_line",
 }
 """Each function that tells a person what to type next, and the test that runs what it tells."""
+
+
+LONGER = RL.replace("max-new-tokens 8", "max-new-tokens 24")
+SURE: dict[str, tuple[str, str]] = {
+    "think_answer": (f"rl own --data sevens.jsonl {LONGER}", "so</think><answer>7</answer>"),
+    "hashes": (f"rl own --data sevens.jsonl --policy.schema hashes {LONGER}", "so####7"),
+    "step_by_step": (f"rl own --data sevens.jsonl --policy.schema step_by_step {LONGER}", "It's 7."),
+    "anywhere": (f"rl own --data sevens.jsonl --policy.schema anywhere {LONGER}", "It's 7."),
+    "choice": (f"rl own --task choice --data choice.jsonl --policy.schema boxed {LONGER}", "\\boxed{A}"),
+    "yes_no": (f"rl own --task yes_no --data yes_no.jsonl --policy.schema none {LONGER}", "Yes."),
+    "code": (
+        f"rl own --task code --data code.jsonl --task.held-out 0.2 --policy.schema none {LONGER}",
+        "f=7",
+    ),
+    "images": (f"rl own --data images.jsonl --policy.schema none {LONGER}", "7"),
+    "mixture": (
+        "rl own --task mixture --task.weights jsonl:a 1 choice 2 --task.paths.jsonl:a sevens.jsonl "
+        f"--task.paths.choice choice.jsonl --policy.schema none {LONGER}",
+        "7",
+    ),
+    "few": (f"rl own --data few.jsonl --policy.schema none {LONGER}", "7"),
+    "rft": (
+        "rft demo --data sevens.jsonl --rounds 1 --steps-per-round 1 --num-samples 1 --batch-size 2 "
+        "--optim.warmup-steps 0 --sampling.max-new-tokens 24",
+        "so</think><answer>7</answer>",
+    ),
+}
+"""Runs of a model that answers every question right, and its answer: what is measured of it has to be 100 %."""
+
+
+def make_sure(folder: Path, text: str, *, sees: bool = False) -> None:
+    """Write a model whose every reply is one text without repeated tokens: of each it knows the next."""
+    tags = [*re.findall(r"</?\w+>|####", text), "<think>", "<image>", "<|im_start|>", "<|im_end|>"]
+    roles = {"eos_token": "<|im_end|>", "pad_token": "<pad>"}
+    tokens = Tokenizer(Tokenizer.bytes(tags)._backend, roles=roles, chat_template=CHATML)
+    if sees:
+        seeing.save_model(folder, tokenizer=tokens, max_positions=512, tied=False)
+        model, _ = load_model(folder)
+    else:
+        model = build_model(own_shape(tokens, hidden_size=128, tie_embeddings=False))
+        init_weights(model, 0)
+    begins, *chain = [tokens.encode(each)[0] for each in ("\n", *re.findall(r"</?\w+>|####|.", text))]
+    chain.append(tokens.encode("<|im_end|>")[0])
+    with torch.no_grad():
+        for name, weight in model.named_parameters():  # layers add next to nothing
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight *= 1e-3
+        rows = model.get_parameter("model.embed_tokens.weight")
+        rows /= rows.norm(dim=1, keepdim=True)
+        model.head_weight.zero_()
+        for before, after in [(begins, chain[0]), *pairwise(chain), (tokens.encode("<think>")[0], chain[0])]:
+            model.head_weight[after] += 9 * rows[before]
+    tokens.save(folder)
+    save_model(model, folder, bos_id=None, eos_ids=tuple(tokens.stop_ids))
 
 
 @pytest.fixture
@@ -139,6 +212,54 @@ def test_the_next_lines_of_a_run_work_as_they_stand(
         out = said(capsys, small(line))
         for again in next_lines(out) if line.startswith("whet rl own") else []:  # by the reward model
             said(capsys, small(again))
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", SURE)
+def test_the_next_lines_measure_what_a_run_was_trained_on(
+    case: str, at_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, text = SURE[case]
+    make_sure(at_home / "sure", text, sees=case == "images")
+    lines = next_lines(said(capsys, f"whet {begun} --model sure --out run"))
+    kinds = {shlex.split(line)[1]: line for line in lines if "--resume" not in line}
+    assert list(kinds) == ["chat", "report", "compare"]
+    for line in lines:
+        monkeypatch.setattr("sys.stdin", io.StringIO("How many?\n"))
+        out = said(capsys, small(line))
+        if line == kinds["chat"]:
+            *_, answer = filter(None, re.split(r"<[^>]*>|####", text))
+            assert answer in out, out
+        if line == kinds["compare"] and "--prompts" not in line:
+            assert re.search(r"^ pass@1 +100\.0 +100\.0 ", out, re.MULTILINE), out
+            assert out.count("\ntruncated 0.0 %\n") == 2
+    assert ("--prompts" in kinds["compare"]) == (case == "few")
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(300)
+def test_the_next_lines_of_exports_answer_as_the_model(
+    at_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_sure(at_home / "sure", "It's 7.")
+    said(
+        capsys, f"whet sft own --data chats.jsonl {FIT} --lora.rank 2 --optim.lr 2e-5 --model sure --out run"
+    )
+    for kind in typing.get_args(export.Kind):
+        model = "run" if kind in ("merged", "adapter") else "sure"
+        out = said(capsys, f"whet export {model} --to {kind} --out 'my {kind}' --num-prompts 1")
+        asked = []
+        for line in next_lines(out):
+            words = shlex.split(line, comments=True)
+            if words[0] != "whet":  # another program, which a machine may have
+                assert program(words[0]) or line.endswith(f"   # {words[0]} is not installed here")
+                continue
+            monkeypatch.setattr("sys.stdin", io.StringIO("How many?\n"))
+            out = said(capsys, small(line))
+            asked.append(words[1])
+            assert words[1] == "serve" or "It's 7." in out
+        assert asked == (["chat"] if kind in ("gguf", "ollama") else ["serve"])
 
 
 @pytest.mark.ci

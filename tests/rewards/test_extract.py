@@ -9,6 +9,7 @@ from whet.rewards.answers.extract import (
     DEFAULT_STEPS,
     LONGEST_GAP,
     STEPS,
+    STEPS_OF,
     boxed_list,
     extract_answer,
     extract_answer_with_step,
@@ -320,3 +321,19 @@ def test_a_word_of_another_language_is_not_cut_at_its_accents(text: str, expecte
 )
 def test_thousands_are_grouped_by_spaces_and_apostrophes(text: str, expected: str) -> None:
     assert extract_answer(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Yes, no apples are left.", "Yes"),
+        ("Yes, true.", "Yes"),
+        ("No, yes is wrong.", "No"),
+        ("yes, no", "yes, no"),  # both are offered, which judges take for neither
+        ("No or yes.", "No or yes"),
+        ("The answer is yes, no.", "yes, no"),
+        ("Let me see. **Yes**; no", "Yes; no"),
+    ],
+)
+def test_two_verdicts_are_no_verdict(text: str, answer: str) -> None:
+    assert extract_answer_with_step(text, STEPS_OF["yes_no"])[0] == answer

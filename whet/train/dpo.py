@@ -741,6 +741,9 @@ def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None =
     note = f"{counted(len(kept), 'pair')} of {prompts}; {counted(len(held_out), 'pair')} held out"
     with tracking:
         fit.train(EpochOrder(kept, config.seed), title="dpo", notes=[note])
-    asked = question_of(None, validated_on or trained_on) if config.pairs else {}
+    source = None if config.pairs else load_task(config.task)
+    if source is not None:
+        source.problems("train")  # read, so that it knows how its rows are divided
+    asked = question_of(source, validated_on or trained_on)
     run.write_summary({"train_pairs": len(kept), "held_out_pairs": len(held_out), **asked})
     return policy

@@ -44,6 +44,7 @@ from whet.train.session import (
     finish,
     load_trained,
     open_folder,
+    question_of,
     watched,
     write_origin,
 )
@@ -236,7 +237,7 @@ def train(config: RFTConfig, *, resume: Resume = False, on_step: OnStep | None =
             order = EpochOrder([_sequence(row) for row in kept], config.seed)
             end = start + config.steps_per_round
             fit.train(order, title=title, start=start, end=end, notes=[note], opening=counts)
-    run.write_summary({})
+    run.write_summary(question_of(task, held_out or problems))
     return policy
 
 

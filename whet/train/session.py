@@ -48,8 +48,17 @@ from whet.storage.checkpoint import (
     saved_steps,
 )
 from whet.storage.commit import DiskFullError, commit_folder
-from whet.storage.folder import LENGTHS, check_folder, displaced, lengthen, next_line, open_run, refuse_folder
-from whet.tasks.base import TaskConfig, check_gold, tasks_of, told_of
+from whet.storage.folder import (
+    LENGTHS,
+    check_folder,
+    displaced,
+    lengthen,
+    next_line,
+    open_run,
+    refuse_folder,
+    run_of,
+)
+from whet.tasks.base import TaskConfig, check_gold, tasks_inside, tasks_of, told_of
 from whet.tasks.chess.task import KINDS
 from whet.tasks.quarantine import write_quarantine
 from whet.telemetry import heartbeat
@@ -550,7 +559,8 @@ MAX_QUESTION, ANY_QUESTION = 120, "Who are you?"
 
 
 def question_of(task: Task | None, problems: Sequence[Problem]) -> dict[str, str]:
-    """Return a short prompt of data whose answers cannot be judged, for summary.json; {} where they can.
+    """Return a short prompt of data by which a run cannot be measured, for summary.json: its answers cannot be judged,
+    or no row is left to test on; {} where it can.
 
     Args:
         task: Their task; None for preference pairs.
@@ -562,7 +572,8 @@ def question_of(task: Task | None, problems: Sequence[Problem]) -> dict[str, str
         except UserError:
             pass
         else:
-            return {}
+            if not _is_trained_whole(task):
+                return {}
     prompts = (problem.prompt.strip() for problem in problems)
     # As a word of a command: one line, no option, no file.
     fitting = (
@@ -576,17 +587,39 @@ def question_of(task: Task | None, problems: Sequence[Problem]) -> dict[str, str
     return {QUESTION: next(fitting, ANY_QUESTION)}
 
 
+def _is_trained_whole(task: Task) -> bool:
+    """Say whether a task's rows are divided among the splits, and none of so few is left to test on."""
+    parts = tasks_inside(task).values()
+    return all(getattr(part, "divided", "") and not part.problems("test") for part in parts)
+
+
 def _comparison(config: RunConfig, task: TaskConfig | None) -> str:
     """Return the command that compares a run with what it began from: on its task, or by a prompt where no answer can
     be judged."""
-    words = ["whet", "compare", config.policy.adapter or config.policy.init, config.out]
+    before = config.policy.adapter or config.policy.init
+    words = ["whet", "compare", before, config.out]
     summary = Path(config.out) / "summary.json"
     question = read_json(summary).get(QUESTION) if summary.is_file() else None
     if task is None or question:
         return shlex.join([*words, "--prompts", str(question or ANY_QUESTION)])
     sampling = getattr(config, "sampling", None)
     limit = [] if sampling is None else ["--eval.sampling.max-new-tokens", str(sampling.max_new_tokens)]
-    return shlex.join([*words, *task_words(task), *limit])
+    return shlex.join([*words, *task_words(task), *limit, *_asking_words(config.policy, run_of(before))])
+
+
+def _asking_words(policy: PolicyConfig, before: Path) -> list[str]:
+    """Return the options that ask a model with a protocol of its own as a run from it was told to ask: results of
+    different protocols do not compare. A model without one is asked as the run anyway."""
+    if not any((before / name).is_file() for name in ("config.yaml", "protocol.json")):
+        return []
+    given = {"schema": policy.schema, "template": policy.template, "system_prompt": policy.system_prompt}
+    usual = default_data(PolicyConfig)
+    return [
+        word
+        for name, value in given.items()
+        if value != usual[name]
+        for word in (f"--eval.policy.{name.replace('_', '-')}", "none" if value is False else str(value))
+    ]
 
 
 def task_words(task: TaskConfig, group: str = "eval.task") -> list[str]:

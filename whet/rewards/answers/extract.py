@@ -230,6 +230,11 @@ _OFFERED_AFTER = re.compile(rf"[)*]{{0,3}}(?:{_OFFERED}|/\(?)([A-HJ])(?![A-Za-z'
 _OFFERED_BEFORE = re.compile(rf"(?<![A-Za-z])([A-HJ])\)?\*{{0,2}}(?:{_OFFERED}|/)$")
 _VERDICT = re.compile(rf"\(?[A-Ja-j]\)?|{'|'.join(map(re.escape, VERDICTS))}", re.IGNORECASE)
 _STARTING_VERDICT = re.compile(r"(?:^|\n|[.!?] )\W{0,3}(yes|no|true|false)(?=[\s.,;:!*]|$)", re.IGNORECASE)
+_OTHER_VERDICT = re.compile(
+    r"(?:,? (?:or|and)|[,;])? (yes|no|true|false)[ *_.!?)]*(?:\n|$)",
+    re.IGNORECASE,
+)
+"""What makes a verdict one of two that are offered: the other, and nothing behind it."""
 _LEADING_VERDICT = re.compile(r"(?:yes|no|true|false)(?=[,;:—–-]| because| since)", re.IGNORECASE)
 _SENTENCE_END = re.compile(rf"\n|[.!?](?=[\s\"*{FOREIGN}]|$)|[。！？؟]")
 _COUNTED = re.compile(rf"(?:{ABOUT})? ?([-+\u2212$]?[0-9][0-9.,/]*) ?(%|{WORD})?")
@@ -502,6 +507,8 @@ def _conclusion(answer: str) -> str:
             answer = answer[: min(reasons)].rstrip(" ,") or answer
     sure = _SURE.match(answer) or _LEADING_VERDICT.match(answer)
     if sure is not None:
+        if (verdict := _STARTING_VERDICT.match(answer)) and (both := _both_verdicts(answer, verdict)):
+            return both
         return sure.group(sure.lastindex or 0)
     if not answer.isascii() and FOREIGN_LETTER.search(answer):
         return _foreign_conclusion(answer)
@@ -660,9 +667,22 @@ def from_letter(text: str) -> str | None:
 
 
 def from_verdict(text: str) -> str | None:
-    """Return the last yes, no, true or false with which a sentence starts."""
-    found = _STARTING_VERDICT.findall(text[-LONGEST_FORMULA:])
-    return found[-1] if found else None
+    """Return the last yes, no, true or false with which a sentence starts; `yes or no` where both are offered."""
+    tail, found = text[-LONGEST_FORMULA:], None
+    for found in _STARTING_VERDICT.finditer(tail):  # noqa: B007
+        pass
+    if found is None:
+        return None
+    return _both_verdicts(tail, found) or found[1]
+
+
+def _both_verdicts(text: str, found: re.Match[str]) -> str | None:
+    """Return what offers a verdict and the contrary (`yes, no`), so that it counts as neither; None for one verdict."""
+    other = _OTHER_VERDICT.match(text, found.end())
+    is_contrary = (
+        other is not None and len({word.lower() in ("yes", "true") for word in (found[1], other[1])}) > 1
+    )
+    return text[found.start(1) : other.end(1)] if other and is_contrary else None
 
 
 def _affirmed_letter(
