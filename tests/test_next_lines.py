@@ -222,6 +222,7 @@ def test_the_next_lines_measure_what_a_run_was_trained_on(
 ) -> None:
     begun, text = SURE[case]
     make_sure(at_home / "sure", text, sees=case == "images")
+    (at_home / "seven.png").write_bytes(seeing.png(seeing.uri(7)))
     lines = next_lines(said(capsys, f"whet {begun} --model sure --out run"))
     kinds = {shlex.split(line)[1]: line for line in lines if "--resume" not in line}
     assert list(kinds) == ["chat", "report", "compare"]
