@@ -4,6 +4,7 @@ is one line."""
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -120,10 +121,13 @@ def test_a_file_is_read_once_and_again_when_it_changes(
     assert first.parent == cache
     assert capsys.readouterr().err == f"reading {path} (F32) once: its model folder is {first}\n"
     assert weights.model_folder(path) == first
+    (tmp_path / "elsewhere").mkdir()
+    copied = Path(shutil.copyfile(path, tmp_path / "elsewhere/copy.gguf"))
+    assert weights.model_folder(copied) == weights.model_folder(copied) == first  # by its content
     assert capsys.readouterr().err == ""
     write(runtime_cases.make("llama, tied"), path)
     assert weights.model_folder(path) != first
-    assert len(list(cache.iterdir())) == 2
+    assert len(list(cache.glob("[!.]*"))) == 2
 
 
 def test_without_a_cache_it_is_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

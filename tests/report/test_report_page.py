@@ -120,6 +120,17 @@ def text_of(page):
     return " ".join(re.sub(r"<[^>]*>", " ", body).split())
 
 
+def test_a_run_without_thinking_has_no_card_of_it(tmp_path):
+    """Without thinking tags every token counts as thinking: the same number twice."""
+    for name, thinking in (("plain", 9.0), ("thinks", 5.0)):
+        folder = make_run(tmp_path / name)
+        lengths = {"rl/completion_tokens": 9.0, "rl/thinking_tokens": thinking}
+        write_lines(folder / "metrics.jsonl", [row | lengths for row in metric_rows(20)])
+        labels = re.findall('class="label">([^<]*)<', page_of(folder))
+        assert "completion tokens" in labels
+        assert ("thinking tokens" in labels) == (name == "thinks")
+
+
 def test_a_finished_run(tmp_path, capsys, monkeypatch):
     monkeypatch.undo()
     page = page_of(make_run(tmp_path / "run"))

@@ -117,7 +117,7 @@ x≥2  ==  [2,\infty)  ##  √2  ==  \sqrt{2}  ##  π/2  ==  \frac{\pi}{2}  ##  
 """
 
 DIFFERENT = r"""
-\boxed{0}\boxed{5} then \boxed{7}  !=  0  ##  \boxed{\boxed{0}\boxed{5}}  !=  0  ##  1,00  !=  1.00
+\boxed{0}\boxed{5} then \boxed{7}  !=  0  ##  \boxed{\boxed{0}\boxed{5}}  !=  0  ##  1,50  !=  1.05
 2/3 \approx 0.9  !=  0.9  ##  (1,2\}  !=  (1,2)  ##  \{1,2)  !=  \{1,2\}
 2.00  !=  \sqrt{4.000001}  ##  400+\frac{1}{2}  !=  400
 5  !=  6  ##  5  !=  -5  ##  5 or 7  !=  5  ##  5 or 7  !=  7  ##  5,7  !=  5

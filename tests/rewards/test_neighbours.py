@@ -71,6 +71,42 @@ def test_most_gold_answers_of_a_column_say_what_each_of_them_is(golds: list[str]
 
 
 @pytest.mark.parametrize(
+    ("golds", "column"),
+    [
+        (["12,75", "5,75", "11,50"], "comma"),
+        (["12,50 €", "7", "0,5 %"], "comma"),
+        (["1,5", "2.5"], ""),
+        (["1,5", "1,2,3"], ""),  # lists, then
+        (["1,5", "2, 3"], ""),
+        (["7", "12"], ""),
+    ],
+)
+def test_where_semicolons_part_the_columns_a_comma_in_a_number_is_a_point(
+    golds: list[str], column: str
+) -> None:
+    assert column_of(golds, has_semicolons=True) == column
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "equal"),
+    [
+        ("11,00 €", "11.0", True),
+        ("11,00", "11", True),
+        ("11", "11,00 €", True),
+        ("1.234,50", "1234.5", True),
+        ("11,50", "11", False),
+        ("11,0", "11", False),  # two roots
+        ("3,5", "3, 5", True),  # lists
+        ("3,05", "3", False),
+    ],
+)
+def test_a_comma_that_can_only_be_decimal_is_one_whatever_the_column(
+    answer: str, gold: str, equal: bool
+) -> None:
+    assert answers_equal(answer, gold) is equal
+
+
+@pytest.mark.parametrize(
     ("answer", "gold", "equal"),
     [
         ("7", "7,00", True),

@@ -254,6 +254,24 @@ def test_points_that_group_thousands_are_seen_or_told_of(
     assert not dispute(task, list(by_gold.values()))
 
 
+def test_answers_that_may_be_decimals_or_pairs_are_told_of(tmp_path: Path) -> None:
+    """A file of prices without 1,05 among them: `12,75` may be 12.75, or the numbers 12 and 75."""
+    rows = [{"prompt": f"How much is {gold}?", "answer": gold} for gold in ("7", "12,75", "5,50 €")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = Jsonl(tmp_path / "a.jsonl")
+    problems = {p.answer: p for split in ("train", "dev", "test") for p in task.problems(split)}
+    assert "warning: '12,75' is read as two numbers; where it means 12.75, write it so" in task.recognised
+    assert task.is_correct(problems["12,75"], "75 and 12")
+    (tmp_path / "a.csv").write_text(
+        "prompt;answer\n" + "".join(f"{r['prompt']};{r['answer']}\n" for r in rows)
+    )
+    task = Jsonl(tmp_path / "a.csv")
+    problems = {p.answer: p for split in ("train", "dev", "test") for p in task.problems(split)}
+    assert "decimal commas: '12,75' is 12.75" in task.recognised
+    assert [task.is_correct(problems["12,75"], answer) for answer in ("12.75", "75,12")] == [True, False]
+    assert [task.is_correct(problems["5,50 €"], answer) for answer in ("5,5 €", "50,5 €")] == [True, False]
+
+
 def test_file_is_split_by_prompt(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{index // 2}", "answer": "4", "solution": str(index)} for index in range(4000)]
     path = write(tmp_path, *rows, name="all.jsonl") / "all.jsonl"

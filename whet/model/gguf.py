@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -312,7 +313,7 @@ LLAMA3 = {
 def gguf_folder(path: Path) -> Path:
     """Return a folder of the Hugging Face layout with what a GGUF file has: weights in float32, tokenizer, template.
 
-    It is written once, into the cache, and found again as long as the file is the same.
+    It is written once, into the cache, and found again by the file's content, wherever the file is.
 
     Args:
         path: The file.
@@ -325,11 +326,19 @@ def gguf_folder(path: Path) -> Path:
         raise UserError(f"{path}: no such file")
     found = path.stat()
     mark = f"{path.resolve()} {found.st_size} {found.st_mtime_ns} {FORMAT}"
-    name = f"{path.stem[:80]}-{hashlib.sha256(mark.encode()).hexdigest()[:16]}"
     bases = [base() / "gguf" for base in (cache_folder, temporary_folder)]
-    for base in bases:
-        if (base / name / "config.json").is_file():
-            return base / name
+    # Which content a file had when it was last read: its digest takes a second for each 0.3 to 1 GB.
+    notes = [base / f".{hashlib.sha256(mark.encode()).hexdigest()[:16]}" for base in bases]
+    known = next((note.read_text() for note in notes if note.is_file()), "")
+    if not known:
+        with path.open("rb") as file:
+            known = f"{hashlib.file_digest(file, 'sha256').hexdigest()[:16]}-{FORMAT}"
+    for base, note in zip(bases, notes, strict=True):
+        if folder := next(base.glob(f"*-{known}/config.json"), None):
+            with suppress(OSError):
+                note.write_text(known)
+            return folder.parent
+    name = f"{path.stem[:80]}-{known}"
     stored, reason = File(path), ""
     for base in bases:
         try:

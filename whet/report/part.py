@@ -313,7 +313,8 @@ def _cards(part: Part) -> list[dict[str, str]]:
         found = {name: row for group, name, *row in estimates({"metrics": metrics}) if group == "metrics"}
         wide = [f"{kind}@{part.evaluation.get('num_samples')}" for kind in ("pass", "maj", "best")]
         for name in dict.fromkeys((*EVAL_CARDS[:2], *wide, *EVAL_CARDS[2:])):
-            if name in found:
+            is_whole = name == "thinking_tokens" and found.get(name) == found.get("completion_tokens")
+            if name in found and not is_whole:  # without thinking tags every token counts as thinking
                 mean, low, high = found[name][:3]
                 label = name.replace("_", " ")
                 cards.append({"label": label, "value": mean, "note": f"{low} to {high}", "began": ""})
@@ -323,7 +324,9 @@ def _cards(part: Part) -> list[dict[str, str]]:
             card = _reward_card(part, name)
             cards += [card] if card else []
     for name in CARDS.get(part.kind, ()):
-        if name in part.curves:
+        whole = part.curves.get("rl/completion_tokens")
+        is_whole = name == "rl/thinking_tokens" and whole and np.array_equal(part.curves[name][1], whole[1])
+        if name in part.curves and not is_whole:
             values = part.curves[name][1]
             values = values[np.isfinite(values)]
             few = max(1, min(10, len(values) // 10))

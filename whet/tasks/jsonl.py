@@ -356,7 +356,14 @@ def _numbers(column: Column, golds: Sequence[str]) -> str:
         decimal = next((gold for gold in golds if with_points(gold) != gold), "")
         shown = (f"{one!r} is {with_points(one, has_groups=True)}" for one in (grouped, decimal) if one)
         return f"\n  decimal commas: {', '.join(shown)}"
-    if not grouped or (column or column_of(golds, has_semicolons=True)) != "comma":
+    if (column or column_of(golds, has_semicolons=True)) != "comma":
         return ""
-    whole = with_points(grouped, has_groups=True)
-    return f"\n  warning: {grouped!r} is read as a decimal number; where it means {whole}, write it so"
+    if grouped:
+        whole = with_points(grouped, has_groups=True)
+        return f"\n  warning: {grouped!r} is read as a decimal number; where it means {whole}, write it so"
+    pair = next((gold for gold in golds if with_points(gold) != gold), "")
+    return (
+        f"\n  warning: {pair!r} is read as two numbers; where it means {with_points(pair)}, write it so"
+        if pair
+        else ""
+    )

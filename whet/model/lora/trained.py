@@ -432,7 +432,7 @@ def _check_continued(adapter: Adapter, config: LoRAConfig) -> None:
         there = ", ".join(map(str, sorted(ranks)))
         raise UserError(
             f"lora.rank = {config.rank}: the run trains {adapter.folder} on, which has rank {there}; give that, or "
-            f"merge it first (whet export {adapter.folder} --to merged --out FOLDER)"
+            f"merge it first (whet export {adapter.folder} --to merged --dtype f32 --out FOLDER)"
         )
     if left := sorted(adapter.pairs.keys() - {target.name for target, _ in adapter.sides}):
         raise UserError(

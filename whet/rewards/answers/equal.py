@@ -21,8 +21,8 @@ Policy, where public graders differ:
   intervals; others are compared up to a factor. `2/3 ≈ 0.67` counts as 2/3, and as 0.67 if correctly rounded.
 - *Scripts*: digits and punctuation of any script count as ASCII ones; Chinese numerals are numbers, yes and no of other
   languages are yes and no (`whet.rewards.answers.scripts`). `1.234,56` and `1.234.567` are European; `1,5` is 1.5 if
-  the other side is a decimal that is not an integer, or the data's gold answers have decimal commas; `1.234` is 1234
-  among those alone, and `1,234` always.
+  the other side is a decimal that is not an integer, or the data's gold answers have decimal commas, and `1,00` and
+  `1,05` always; `1.234` is 1234 among those alone, and `1,234` always.
 - *Words*: case, articles and punctuation do not count; number words ("twelve") are numbers, `(B) the cube` and `B) 12`
   are B.
 - *Hedging pays nothing*: several answers never equal one, and text around an answer is not searched; only its boxes,
@@ -42,10 +42,12 @@ from whet.rewards.answers.markup import without_markup
 from whet.rewards.answers.numbers import (
     Number,
     both_with_points,
+    decimal_comma,
     numbers_equal,
     parse_decimal_comma,
     parse_number,
     spelled_number,
+    with_points,
 )
 from whet.rewards.answers.scripts import ANSWER_IS, VERDICTS, fold, numeral_in_digits
 from whet.rewards.answers.structure import (
@@ -58,7 +60,15 @@ from whet.rewards.answers.structure import (
     Value,
     parse_value,
 )
-from whet.rewards.answers.texts import Column, formulas_equal, is_word, read_text, texts_equal, words_equal
+from whet.rewards.answers.texts import (
+    LONGEST_TEXT,
+    Column,
+    formulas_equal,
+    is_word,
+    read_text,
+    texts_equal,
+    words_equal,
+)
 from whet.rewards.answers.units import money_in_words, money_ratio, units_conflict
 
 MAX_CHARACTERS = 4000
@@ -107,6 +117,13 @@ def answers_equal(
     """
     if column == "comma":
         prediction, gold = both_with_points(prediction, gold)
+    elif (
+        not column
+        and ("," in prediction) != ("," in gold)
+        and max(len(prediction), len(gold)) <= LONGEST_TEXT
+    ):
+        # `11,00` is 11, and 11.0: no list has a member 00.
+        prediction, gold = (with_points(text) if decimal_comma(text) else text for text in (prediction, gold))
     left, right = prediction.strip(), gold.strip()
     if not left or not right:
         return False

@@ -173,15 +173,20 @@ def both_with_points(prediction: str, gold: str) -> tuple[str, str]:
     return with_points(prediction, has_groups=is_large), read
 
 
-def decimal_comma(text: str) -> bool | None:
+def decimal_comma(text: str, *, is_likely: bool = False) -> bool | None:
     """Say whether a number is written with a decimal comma: None where it might as well be a list, or has neither.
 
-    `1,05` and `1.234,5` have one for certain, for no list has a member 05; `12.5`, `1,234` and `1, 2` have none.
+    `1,05` and `1.234,5` have one for certain, for no list has a member 05 (`1,0` may be one); `12.5`, `1,234` and
+    `1, 2` have none.
+
+    Args:
+        text: The number, whatever stands around it.
+        is_likely: Whether `1,5` has one, too: where semicolons part the columns of its file.
     """
     text = _AROUND.sub("", text)
     found = _COMMAS.fullmatch(text)
     if found is not None:
-        return True if found[2].startswith("0") or not found[1].isdecimal() else None
+        return True if is_likely or re.match("0.", found[2]) or not found[1].isdecimal() else None
     return False if not is_grouped(text) and re.search(r"[0-9][.,] ?[0-9]", text) else None
 
 

@@ -199,7 +199,7 @@ def column_of(golds: Iterable[str], *, has_semicolons: bool = False) -> Column:
     Args:
         golds: The answers.
         has_semicolons: Whether semicolons part the file's columns, as spreadsheets write where the comma is decimal:
-            then `1.700` alone is enough, if no point can only be decimal (`2.5`).
+            then `1.700` or `1,5` alone is enough, if no point can only be decimal (`2.5`) and no list is longer.
     """
     golds = list(golds)
     golds = golds[:: 1 + len(golds) // MOST_READ]
@@ -212,7 +212,8 @@ def column_of(golds: Iterable[str], *, has_semicolons: bool = False) -> Column:
         text = clean(gold)
         read = read_text(text)
         is_certain = has_semicolons or re.search(r"\.[0-9]{3}\.[0-9]", text) is not None
-        commas.add(True if is_certain and is_grouped(text) else decimal_comma(text))
+        is_thousand = is_certain and is_grouped(text)
+        commas.add(True if is_thousand else decimal_comma(text, is_likely=has_semicolons))
         num_texts += read is not None and read.kind != "words"
         num_words += (read is not None and read.kind == "words") or _WORDY.fullmatch(text) is not None
     if 2 * num_texts > num_golds:
