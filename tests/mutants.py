@@ -202,6 +202,12 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("bound", "            if spent + more <= budget:", "            if more <= budget:"),
         ("bound", "if more <= spare and row.cost", "if row.cost"),
     ],
+    ("compress/export/export.py", (f"{EXPORTING}::test_a_modelfile_that_asks_otherwise_fails_the_export",)): [
+        ("choice", "    wrong += unlike", "    wrong += []"),
+    ],
+    ("compress/export/export.py", (f"{EXPORTING}::test_an_adapter_leaves_with_a_file_for_llama_cpp",)): [
+        ("choice", "gguf.write_lora(adapter, policy.model, out / LORA)", "pass"),
+    ],
     (
         "compress/export/parity.py",
         (
@@ -1235,6 +1241,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("mask", "sum(not graded.is_judged for graded in grades)", "0", ("tests/eval/test_evaluate.py",)),
     ],
     ("rewards/base.py", ("tests/rewards/test_base.py",)): [
+        ("bound", "own_pool(reward, timeout_s) if pool", "own_pool(reward) if pool"),
+        ("bound", "(own_reward(reward, timeout_s=timeout_s) for", "(own_reward(reward) for"),
         ("factor", "sum(reward.weight * (score or 0.0) for", "sum((score or 0.0) for"),
         ("mask", "None if None in row else total", "total"),
         ("bound", "num_failed > FAILURE_LIMIT * len(items)", "num_failed > 0"),
@@ -1699,6 +1707,9 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
     ("generate/engine.py", (f"{ENGINE}::test_an_engine_follows_its_model_to_another_precision",)): [
         ("choice", "or cache.keys.dtype != dtype:", ":"),
     ],
+    ("generate/policy.py", ("tests/model/test_adapter.py::test_policies_with_an_adapter",)): [
+        ("choice", "{adapter.merge(model)}; {told}", "{adapter.merge(model)}"),
+    ],
     ("generate/probe.py", (f"{REINFORCING}::test_limits_of_what_may_part_sampler_and_trainer",)): [
         ("bound", "GAP_LIMIT = 0.1", "GAP_LIMIT = 10.0"),
     ],
@@ -1740,6 +1751,15 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ),
     ): [
         ("choice", "or any(side <= _GENERIC for side in (words, others))", ""),
+    ],
+    ("serve/api.py", ("tests/serve/test_serve.py::test_the_scheduler_knows_which_requests_are_streams",)): [
+        ("choice", "streams=asked.stream", "streams=False"),
+    ],
+    (
+        "serve/api.py",
+        ("tests/serve/test_serve.py::test_a_prompt_that_is_echoed_and_continued_is_read_once",),
+    ): [
+        ("choice", "            if self._asked.generate:", "            if False:"),
     ],
     ("serve/scheduler.py", (f"{SERVING}::test_who_waits_gets_what_the_engine_gives",)): [
         ("bound", "if len(prompt_ids) + room > self.context:", "if len(prompt_ids) > self.context:"),
@@ -1880,6 +1900,9 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
     ): [
         ("guard", "if not is_whole and essential != essential_hash(config_yaml):", "if False:"),
     ],
+    ("storage/folder.py", (f"{CHECKPOINTS}::test_a_folder_that_cannot_be_made_is_found_before_the_run",)): [
+        ("guard", 'os.rmdir(tempfile.mkdtemp(prefix=".whet-", dir=nearest))', "pass"),
+    ],
     ("storage/folder.py", (f"{CHECKPOINTS}::test_open_run",)): [
         ("choice", 'return "" if len(stored) == len(given) else "the number of fields differs"', 'return ""'),
     ],
@@ -1926,6 +1949,16 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
             "guard",
             'self.dead_steps = self.dead_steps + 1 if values["rl/groups_with_signal"] == 0 else 0',
             'self.dead_steps += int(values["rl/groups_with_signal"] == 0)',
+        ),
+    ],
+    (
+        "train/rl.py",
+        ("tests/train/test_episodes.py::test_what_a_reward_cannot_score_is_left_out_and_counted",),
+    ): [
+        (
+            "choice",
+            "                        run.warn(line)",
+            "                        run.display.note(line)",
         ),
     ],
     ("train/rl.py", (f"{REINFORCING}::test_resume_is_exact",)): [

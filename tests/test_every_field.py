@@ -191,6 +191,7 @@ MODES: dict[str, tuple[Data, list[Any]]] = {
     "track.num_samples": ({"track.to": ["wandb"]}, [1]),
     "safety.keep": ({"save_every": 1}, [3]),
     "pairs": (PAIRS, ["{work}/more_pairs.jsonl"]),
+    "pairs_split": (PAIRS | {"pairs": "owner/pairs", "pairs_split": "train"}, ["test"]),
     "max_bad_rows": (PAIRS | {"pairs": "{work}/bad_pairs.jsonl", "max_bad_rows": 1}, [0]),
     "curriculum.min_pass_rate": (RATES, [0.3]),
     "curriculum.max_pass_rate": (RATES, [0.6]),
@@ -201,6 +202,8 @@ MODES: dict[str, tuple[Data, list[Any]]] = {
     ),
     "preflight": ({"preflight": "warn", "reward": ["{work}/own.py:score"]}, ["stop"]),
     "rl:reward": ({"preflight": "warn"}, [["{work}/own.py:score"]]),
+    "rl:reward_timeout_s": ({"preflight": "warn", "reward": ["{work}/own.py:slow"]}, [0.05]),
+    "eval:reward_timeout_s": ({"reward": ["{work}/own.py:slow"]}, [0.05]),
     "max_dead_steps": ({"rewards": {"correct": 1.0}}, [1]),
     "algo.baseline": (PLAIN, ["leave_one_out", "none", "value"]),
     "algo.ratio": (TWICE, ["sequence"]),
@@ -273,7 +276,7 @@ VALUES: dict[str, list[Any]] = {
 
 UNSEEN: dict[str, str] = {
     "task.nodes": "needs Stockfish: tests/tasks/chess/test_stockfish.py",
-    "task.layout": "needs Stockfish: tests/tasks/chess/test_chess_formats.py",
+    "task.layout": "a task of chess: tests/tasks/chess/test_chess_task.py",
     "self_play.": "needs Stockfish: tests/train/test_self_play.py",
     "games.": "needs a task of chess: tests/eval/test_chess_eval.py",
     "require": "is the exit status: tests/eval/test_chess_eval.py",
@@ -289,7 +292,6 @@ UNSEEN: dict[str, str] = {
     "ratio_tolerance": "sampler and trainer agree bitwise here: tests/train/test_rl.py breaks them",
     "hardware": "readings of sensors are no outcome: tests/eval/test_eval_program.py",
     "policy.model.is_reward": "set by --loss reward, as its text says",
-    "pairs_split": "a data set on the hub: tests/train/test_pairs.py",
     "teacher.url": "another model over the network: tests/train/test_teacher.py",
     "teacher.model": "another model over the network: tests/train/test_teacher.py",
     "teacher.concurrency": "another model over the network: tests/train/test_teacher.py",
@@ -316,8 +318,7 @@ UNSEEN: dict[str, str] = {
     "parallel.": "how several ranks hold the model: tests/train/test_shards.py",
     "safety.max_skipped": "read when a loss is not finite: tests/train/test_session.py, test_sft.py, test_rl.py",
     "safety.deterministic": "the order of sums is fixed here in any mode: tests/train/test_session.py",
-    "reward_timeout_s": "a deadline that no call here meets: tests/rewards/test_base.py",
-    "safety.hang_timeout_s": "a limit that no run here meets: tests/telemetry/test_heartbeat.py",
+    "safety.hang_timeout_s": "a limit that no run here meets: tests/train/test_session.py",
     "safety.disk_full": "read when the disk is full: tests/train/test_session.py",
 }
 """Fields whose flip shows nothing here, each with its reason; they must be read all the same."""
@@ -684,7 +685,8 @@ def work() -> Iterator[Path]:
         write_files(folder, few["train"])
         rows = [{"question": f"say {n}?", "answer": str(n)} for n in range(60)]
         configs = {"default": {"train": rows, "test": rows[::-1]}, "other": {"train": rows[:30]}}
-        hub.install(patch, owner__few=configs)
+        pairs = [{"prompt": f"say {n}?", "chosen": f"it is {n}", "rejected": f"no {n}"} for n in range(30)]
+        hub.install(patch, owner__few=configs, owner__pairs={"default": {"train": pairs, "test": pairs[:20]}})
         yield folder
 
 
@@ -705,6 +707,18 @@ class Chats:
 
     def is_correct(self, problem, answer):
         return None
+"""
+
+
+OWN = """
+import time
+
+def score(problem, completion):
+    return len(completion) % 3
+
+def slow(problem, completion):
+    time.sleep(0.2)
+    return len(completion) % 3
 """
 
 
@@ -739,7 +753,7 @@ def write_files(folder: Path, problems: Any) -> None:
     rates = [{"uid": p.uid, "num_right": n % 5, "num_samples": 5} for n, p in enumerate(problems)]
     write("difficulty.jsonl", rates[:-3])
     write("all_rates.jsonl", rates)
-    (folder / "own.py").write_text("def score(problem, completion):\n    return len(completion) % 3\n")
+    (folder / "own.py").write_text(OWN)
     (folder / "chats.py").write_text(CHAT_TASK)
     for name, seed in (("a", 1), ("b", 2)):
         config = from_dict(type(demo_policy()), POLICY, where="policy")
@@ -828,3 +842,14 @@ def test_the_tables_name_fields_that_exist() -> None:
     known = [name for program in BASES for name in leaves(COMMANDS[program].load().config_class)]
     for name in (*(name.rpartition(":")[2] for name in MODES), *UNSEEN, *SHOWN_LATE, *HOMES):
         assert any(field == name or name[-1] == "." and field.startswith(name) for field in known), name
+
+
+def test_what_is_not_seen_here_is_tested_where_its_reason_says() -> None:
+    """A file must have the field's own name, or its reason the test's."""
+    for name, reason in UNSEEN.items():
+        word = name.rstrip(".").rpartition(".")[2]
+        for file, test in re.findall(r"\b(tests/\S+\.py)(?:::(\w+))?", reason):
+            path = Path(__file__).parents[1] / file
+            text = path.read_text(encoding="utf-8") if path.is_file() else ""
+            wanted = rf"def {test}\(" if test else rf"\b{word}\b"
+            assert re.search(wanted, text), f"{name}: {file} has no {test or word}"

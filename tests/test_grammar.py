@@ -693,6 +693,7 @@ rl own --model my-model --data questions.csv --rewards corect 1 --dry-run | core
 rl own --model my-model --data questions.csv --policy.schema boxd --dry-run | did you mean 'boxed'?
 rl own --model my-model --task mine.py:Sum --dry-run | no class Sum in mine.py
 rl own --model my-model --data questions.csv --out my-model --dry-run | already exists
+rl own --model my-model --data questions.csv --out questions.csv/run --dry-run | no folder that you may write to
 rl own --model my-modle --data questions.csv --dry-run | 'my-modle': no such run or folder
 rl own --model empty --data questions.csv --dry-run | neither a model folder
 rl own --model runs/nowhere --data questions.csv --dry-run | 'runs/nowhere': no such run or folder

@@ -310,6 +310,26 @@ def test_the_adapter_that_leaves_is_peft_s_and_a_merged_one_is_the_sum(folder: P
     assert not (tmp_path / "twice").exists()
 
 
+@needs_gguf
+def test_an_adapter_leaves_with_a_file_for_llama_cpp(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gguf as package
+
+    monkeypatch.setattr(runtimes, "missing", lambda _: "peft")
+    place = adapter(tmp_path / "lora", folder)
+    report = export(config(place, tmp_path / "out", "adapter"))
+    assert not any(program.LORA in note for note in report["notes"])
+    stored = {t.name: t.data for t in package.GGUFReader(str(tmp_path / "out" / program.LORA)).tensors}
+    names = [f"blk.{layer}.attn_q.weight.lora_{side}" for layer in range(2) for side in "ab"]
+    assert sorted(stored) == names
+    own = load_file(place / "adapter_model.safetensors")
+    for name in names[::2]:
+        layer = name.split(".")[1]
+        wanted = own[f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight"]
+        np.testing.assert_array_equal(stored[name], wanted)
+
+
 @needs_mlx
 def test_mlx_answers_as_the_model(folder: Path, tmp_path: Path) -> None:
     report = export(config(folder, tmp_path / "out", "mlx", dtype="f32"))
@@ -470,6 +490,21 @@ def test_ollama_and_llama_cpp_ask_with_the_bos_that_whet_asks_with(
         policy, text.replace("TEMPLATE " + '"' * 3, "TEMPLATE " + '"' * 3 + "a"), [[user]] * 2
     )
     assert "differs on 2 of 2 prompts with a question" in told[0]
+
+
+@needs_gguf
+def test_a_modelfile_that_asks_otherwise_fails_the_export(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoiled(*given: Any, **named: Any) -> tuple[str, list[str]]:
+        text, notes = modelfile(*given, **named)
+        return text.replace('TEMPLATE """', 'TEMPLATE """a'), notes
+
+    monkeypatch.setattr(runtimes, "missing", lambda _: "xllamacpp")  # which reads no Modelfile
+    monkeypatch.setattr(program, "modelfile", spoiled)
+    report = export(config(folder, tmp_path / "out", "ollama", dtype="f32"))
+    assert "differs on 3 of 3 prompts with a question" in report["failures"][0]
+    assert report["verdict"] == "failed"
 
 
 REFUSES = IM.replace(

@@ -216,11 +216,15 @@ def make_policy(folder: Path) -> Path:
     return folder
 
 
-def test_policies_with_an_adapter(tmp_path: Path) -> None:
+def test_policies_with_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = make_policy(tmp_path / "base")
     adapter = make_adapter(tmp_path / "adapter", base)
     plain = load_policy(PolicyConfig(init=str(base)), seed=0)
+    assert capsys.readouterr().out == ""
     both = load_policy(PolicyConfig(init=str(base), adapter=str(adapter)), seed=0, merge=True)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"whet: {adapter} is merged: ")
+    assert line.endswith("; all weights are trained (--lora.rank 4 trains the adapter on)")
     alone = load_policy(PolicyConfig(init=str(adapter)), seed=0, merge=True)
     applied = load_policy(PolicyConfig(init=str(adapter)), seed=0)
     weight = "model.layers.1.self_attn.q_proj.weight"

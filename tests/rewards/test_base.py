@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -176,6 +177,17 @@ def test_a_function_that_takes_something_else_is_refused_at_once(
     fits = own_reward(f"{tmp_path / 'mine.py'}:fits")
     assert fits.many is not None
     assert fits.many([(PROBLEM, "x")]) == [1.0]
+
+
+def slow(problem: Problem, completion: str) -> float:
+    time.sleep(0.5)
+    return 1.0
+
+
+def test_a_call_has_the_time_that_the_run_gives_it() -> None:
+    (reward,) = build_rewards({}, SCHEMA, TASK, [slow], timeout_s=0.1)
+    assert score_completion([reward], PROBLEM, "a") == ({"slow": None}, None)
+    assert reward.failures.latest == "took over 0.1 s; --reward-timeout-s 0.5 allows more"
 
 
 class Here:

@@ -33,7 +33,7 @@ from tokenizers import decoders, models, normalizers
 import whet
 from whet.algo.packing import TrainingSequence, pack
 from whet.eval.chess.games import Player
-from whet.generate.engine import Request
+from whet.generate.engine import Engine, Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.rows import Completion, Token
 from whet.generate.sampling import SamplingParams
@@ -48,7 +48,7 @@ from whet.serve import serve
 from whet.serve.chess.table import Table
 from whet.serve.headers import server_config
 from whet.serve.openai import Reply, choice_seeds, parse_chat
-from whet.serve.scheduler import Scheduler
+from whet.serve.scheduler import Ask, Scheduler
 from whet.serve.serve import ServeConfig
 from whet.serve.stream import chat_prompt, unread_note
 from whet.types import Problem, UserError
@@ -542,6 +542,43 @@ def test_echo_scores_the_prompt(server: Running, twin: Policy) -> None:
     for place in range(1, len(tops)):
         assert tops[place][tokens[place]] >= more.logprobs.token_logprobs[place]
         assert len(tops[place]) <= 3
+
+
+def test_a_prompt_that_is_echoed_and_continued_is_read_once(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-evaluation-harness asks for the prompt's likelihood and one token more."""
+    tokens: list[int] = []
+    read, admit = Engine.read, Engine.admit
+
+    def reads(self: Engine, text: Any, most: int = 0) -> torch.Tensor:
+        tokens.append(len(text.ids))
+        return read(self, text, most)
+
+    def admits(self: Engine, state: Any, waiting: list[Any]) -> None:
+        tokens.extend(len(job.request.prompt_ids) for job in waiting)
+        admit(self, state, waiting)
+
+    monkeypatch.setattr(Engine, "read", reads)
+    monkeypatch.setattr(Engine, "admit", admits)
+    asked = {"model": NAME, "prompt": list(b"2+2=4, 3+3="), "logprobs": 2, "max_tokens": 1}
+    assert server.post(TEXT, asked | {"echo": True}).status_code == 200
+    assert tokens == [11]
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_the_scheduler_knows_which_requests_are_streams(
+    streams: bool, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They keep a share of their pace beside others."""
+    asks: list[Ask] = []
+    submit = server.scheduler.submit
+    monkeypatch.setattr(
+        server.scheduler, "submit", lambda given, sink: (asks.extend(given), submit(given, sink))[1]
+    )
+    for path, body in ((CHAT, GOOD_CHAT), (TEXT, GOOD_TEXT)):
+        assert server.post(path, body | {"stream": streams}).status_code == 200
+    assert [ask.streams for ask in asks] == [streams] * 2
 
 
 def sentencepiece_policy() -> Policy:

@@ -30,7 +30,7 @@ from whet.storage.checkpoint import (
     step_folder,
 )
 from whet.storage.commit import MANIFEST, DiskFullError, commit_folder, new_folder, recover, verify_folder
-from whet.storage.folder import open_run
+from whet.storage.folder import check_folder, open_run
 from whet.telemetry.provenance import write_provenance
 from whet.types import UserError
 
@@ -346,6 +346,15 @@ def test_open_run(tmp_path: Path) -> None:
         open_run(run, "a: 1\nb: 3\n", resume=True)
     with pytest.raises(UserError, match="number of fields"):
         open_run(run, "a: 1\nb: 2\nc: 3\n", resume=True)
+
+
+def test_a_folder_that_cannot_be_made_is_found_before_the_run(tmp_path: Path) -> None:
+    check_folder(tmp_path / "deep" / "run")
+    assert list(tmp_path.iterdir()) == []  # it tries, and leaves nothing
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file" / "run", *map(Path, ["/proc/x"] * Path("/proc").is_dir())):
+        with pytest.raises(UserError, match=r"cannot be written \(.* is no folder that you may write to\)"):
+            check_folder(folder)
 
 
 def test_the_folder_that_is_named_is_the_run(tmp_path: Path) -> None:

@@ -251,7 +251,11 @@ def test_what_a_reward_cannot_score_is_left_out_and_counted(
         assert (row["advantage"] is not None) == is_scored
     last = rows(tmp_path / "run", "metrics.jsonl")[-1]
     assert last["rl/reward_failures"] == len(failed)
-    assert re.search(r"reward 'picky' gave no score \d+ times so far.*no thanks", capsys.readouterr().out)
+    told = re.findall(
+        r"(reward 'picky' gave no score (?:once|\d+ times) so far.*no thanks.*)", capsys.readouterr().out
+    )
+    warned = [row["text"] for row in rows(tmp_path / "run", "warnings.jsonl")]  # which the report shows
+    assert [text for text in warned if "picky" in text] == told != []
     assert not math.isnan(last["rl/loss"])
 
 

@@ -90,8 +90,11 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_exactly(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    config = make_config(tiny_policy, tmp_path / "straight", safety=SafetyConfig(background=background))
+    safety = SafetyConfig(background=background, hang_timeout_s=1234.0)
+    config = make_config(tiny_policy, tmp_path / "straight", safety=safety)
     train(config)
+    (beat,) = (tmp_path / "straight" / "heartbeats").glob("*.json")
+    assert json.loads(beat.read_text())["timeout_s"] == 1234.0
     number = signal.Signals[name]
     before = signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
     own = signal.signal(number, before)  # whatever the tests were started by (nohup)

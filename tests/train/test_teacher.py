@@ -266,8 +266,10 @@ class Vllm(BaseHTTPRequestHandler):
 
     policy: Policy
     shift = 0
+    told: tuple[str | None, str | None]
 
     def do_POST(self) -> None:
+        type(self).told = (self.headers["Authorization"], self.headers["x-stainless-read-timeout"])
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path != "/v1/completions":
             return self.answer(404, {"detail": "Not Found"})
@@ -319,10 +321,15 @@ def server(tiny_policy: PolicyConfig) -> Iterator[tuple[str, type[Vllm]]]:
         thread.join()
 
 
-def test_a_server_scores_what_a_teacher_here_does(server: tuple[str, type[Vllm]]) -> None:
+def test_a_server_scores_what_a_teacher_here_does(
+    server: tuple[str, type[Vllm]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, handler = server
     policy = handler.policy
-    teacher = ServerTeacher(TeacherConfig(url=url, model="teacher"), policy.tokenizer, policy.schema.tags)
+    monkeypatch.setenv("MY_TEACHERS_KEY", "secret")
+    config = TeacherConfig(url=url, model="teacher", api_key_env="MY_TEACHERS_KEY", timeout_s=77.0)
+    teacher = ServerTeacher(config, policy.tokenizer, policy.schema.tags)
+    assert handler.told == ("Bearer secret", "77.0")
     rows = [
         TrainingSequence(prompt_ids=(49, 50), completion_ids=(51, 52, 53), trained=(True, False, True)),
         TrainingSequence(prompt_ids=(60,), completion_ids=(61,)),

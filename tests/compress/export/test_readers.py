@@ -20,6 +20,7 @@ SLOW = [pytest.param(name, marks=[pytest.mark.slow, needs(name)]) for name in RE
 
 
 def test_the_page_has_every_family_and_what_each_runtime_does_with_it() -> None:
+    assert {cases.KINDS[name] for name in cases.VARIANTS} == set(gguf.ARCHITECTURES)  # each runs in llama.cpp
     found, wanted = (cases.NUMBER.sub("#", text) for text in (cases.committed(), cases.table({})))
     assert found == wanted, "docs/export.md is stale: python tests/compress/export/runtime_cases.py"
     assert "#" not in cases.committed()

@@ -20,6 +20,7 @@ from whet.tasks.base import TaskConfig, load_task, tasks_inside  # noqa: E402
 from whet.tasks.chess import stockfish, task  # noqa: E402
 from whet.tasks.chess.board import listed_move, position_key, read_board  # noqa: E402
 from whet.tasks.chess.files import read_positions  # noqa: E402
+from whet.tasks.chess.formats import policy_prompt  # noqa: E402
 from whet.tasks.chess.measures import elo, elo_interval, kendall  # noqa: E402
 from whet.tasks.chess.positions import Position, made  # noqa: E402
 from whet.tasks.chess.scoring import SHAPED, TOTALS  # noqa: E402
@@ -217,6 +218,9 @@ def test_rows_of_a_file_without_stockfish(tmp_path: Path, monkeypatch: pytest.Mo
     loaded = load_task(TaskConfig(name="chess", path=str(path)))
     assert (loaded.problems("train"), len(loaded.problems("test"))) == ([], 4)
     first, second = (problem for problem in loaded.problems("test") if problem.meta["kind"] == "policy")
+    short = load_task(TaskConfig(name="chess", path=str(path), layout="short")).problems("test")
+    assert first.prompt == policy_prompt(chess.STARTING_FEN)
+    assert policy_prompt(chess.STARTING_FEN, "short") in [problem.prompt for problem in short]
     assert loaded.is_correct(first, "e2e4 E: 0.1 B: e2e4") is True
     assert loaded.is_correct(first, "e2e4 E: 0.1 B: e2e5") is False
     assert loaded.is_correct(second, "a1a8 E: 1 B: a1a8") is True
