@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import json
 import re
@@ -12,17 +13,18 @@ import typing
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import pytest
 import seeing
 import torch
-from needs import program
+from needs import program as found_program
 from test_bring_your_own import CHATML, make_model, own_shape
 
 import whet
-from whet import __main__
+from whet import __main__, cli
 from whet.compress.export import export
+from whet.config import groups, leaves
 from whet.install import as_typed
 from whet.model.text.tokenizer import Tokenizer
 from whet.model.transformer import init_weights
@@ -31,6 +33,7 @@ from whet.storage.checkpoint import saved_steps
 from whet.storage.folder import next_line
 from whet.train import sft
 from whet.train.session import TrainStep
+from whet.types import UserError
 
 QUESTIONS = [f"Tom has {a} apples and buys {b}. How many?" for a in range(1, 9) for b in range(1, 6)]
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -247,14 +250,14 @@ def test_the_next_lines_of_exports_answer_as_the_model(
     said(
         capsys, f"whet sft own --data chats.jsonl {FIT} --lora.rank 2 --optim.lr 2e-5 --model sure --out run"
     )
-    for kind in typing.get_args(export.Kind):
+    for kind in get_args(export.Kind):
         model = "run" if kind in ("merged", "adapter") else "sure"
         out = said(capsys, f"whet export {model} --to {kind} --out 'my {kind}' --num-prompts 1")
         asked = []
         for line in next_lines(out):
             words = shlex.split(line, comments=True)
             if words[0] != "whet":  # another program, which a machine may have
-                assert program(words[0]) or line.endswith(f"   # {words[0]} is not installed here")
+                assert found_program(words[0]) or line.endswith(f"   # {words[0]} is not installed here")
                 continue
             monkeypatch.setattr("sys.stdin", io.StringIO("How many?\n"))
             out = said(capsys, small(line))
@@ -334,6 +337,172 @@ def test_every_line_to_type_is_run_by_a_test() -> None:
     for place in set(TELLS.values()):
         file, _, name = place.partition(":")
         assert f"def {name}(" in (tests / file).read_text(encoding="utf-8"), place
+
+
+STANDS_FOR = {
+    **dict.fromkeys(("RUN", "MODEL", "OTHER", "FOLDER", "FILE", "A", "B", "NAME", "KEY", "N"), "name"),
+    "'A QUESTION'": "'Who are you?'",
+    "TEXT": "text",
+    "OWNER/NAME": "me/name",
+    "FILE|HUB_NAME": "rows.jsonl",
+    "sft|dpo|rl|eval": "sft",
+    "{option}": "--policy.steering calm=1",  # of the expressions in messages
+    "{check}": "kernels",
+    "{self._name}": "wandb",
+    "{' '.join(names.values())[:160]}": "me/a me/b",
+}
+"""What stands in messages for the user's own words, and a word of a user."""
+PROSE = "only|below|tries|takes|one|name|goes|starts|and|or|needs|has|is|in|to|makes|ended|pushes|alone|gives|trains"
+"""Words of a message behind an option that are no value of it."""
+OTHERS = {
+    "__main__.py": "--max-restarts --field --completion --version",  # of torchrun; whet's own
+    "cli.py": "--field --group.field --flag --no-flag --set --program --against --recipe",  # examples, and gone
+    "compress/export/export.py": "--model --prompt",  # of mlx_lm.generate
+    "eval/audit/audit.py": "--preflight",  # of whet rl, whose preflight it is
+    "generate/backends/dialects.py": "--enable-lora --max-lora-rank --lora-target-modules",  # of vLLM, SGLang
+    "generate/backends/vllm.py": "--served-model-name",
+    "generate/probe.py": "--logprobs-mode",
+    "inspect/profile/profile.py": (  # of Nsight
+        "--sample --cpuctxsw --capture-range --nvtx --clock-control --profile-from-start --launch-count --trace "
+        "--capture-range-end --force-overwrite"
+    ),
+    "kernels/cpu/toolchain.py": "--version",  # of the compiler
+    "model/files.py": "--no-deps",  # of pip
+    "model/gguf.py": "--merge",  # of llama-gguf-split
+    "telemetry/provenance.py": "--untracked-files",  # of git
+    "sandbox/launch.py": "--unshare-",  # of bubblewrap
+    "serve/hub.py": "--policy.init",  # of all that read what was pulled
+}
+"""Options in a file's messages that belong to another program, or to all of whet's."""
+
+
+def messages(tree: ast.Module) -> list[tuple[int, str]]:
+    """Return the texts of a file but for its docstrings, with their lines; what is put into them is `{...}`."""
+    nodes = list(ast.walk(tree))
+    inside = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    inside |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    found = []
+    for node in nodes:
+        if id(node) in inside:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            parts = (
+                str(part.value) if isinstance(part, ast.Constant) else f"{{{ast.unparse(part.value)}}}"  # type: ignore[attr-defined]
+                for part in node.values
+            )
+            found.append((node.lineno, "".join(parts)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append((node.lineno, node.value))
+    return found
+
+
+VALUE = rf"(?!(?:{PROSE})\b)(?:'[^']*'|\{{[^}}]*\}}|[^\s,;()`'\"{{}}-][^\s,;()`'\"{{}}]*)"
+WORD = (
+    rf"--[a-z][\w.-]*(?: {VALUE})?|'[^']*'|\{{[^}}]*\}}|[\w.-]+/[\w./-]*\w|[A-Z][A-Z_/|]*(?![\w.])|own|hang"
+)
+
+
+def lines_to_type(text: str) -> list[str]:
+    """Return the command lines in a text, those that are more than a program's name, with words for what varies."""
+    for word, stands in STANDS_FOR.items():
+        text = re.sub(rf"(?<![\w/|]){re.escape(word)}(?![\w/|])", stands, text)
+    text = re.sub(r"\{[^}]*\}", "name", text)
+    programs = "|".join(__main__.COMMANDS)
+    found = []
+    for match in re.finditer(rf"(?<![\w-])whet (?:{programs})(?![\w-])", text):
+        mark, rest = text[: match.start()][-1:], text[match.end() :]
+        if mark and mark in "'`\"":
+            rest = rest.partition(mark)[0]
+        else:  # as far as options, or what stands for something, show that it is no prose
+            told = re.match(rf"(?: (?:{WORD}|name|me/name))*", rest)
+            rest = told[0] if told else ""
+        line = f"{match[0]}{rest}".rstrip(" .")
+        if len(shlex.split(line)) > 2:
+            found.append(line)
+    return found
+
+
+def parsed(line: str) -> str:
+    """Return '' where the command line's own parser takes a line, else what it says."""
+    _, name, *words = shlex.split(line)
+    program = __main__.COMMANDS[name].load()
+    try:
+        cli.parse(
+            f"whet {name}",
+            program.config_class,
+            program.recipes,
+            words,
+            resumable=program.resumable,
+            has_steps=program.shared,
+            presets=program.presets,
+            positional=program.positional,
+            passes=program.passes,
+        )
+    except (UserError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ci
+def test_lines_in_messages_are_taken_by_the_command_line() -> None:
+    root = Path(whet.__file__).parent
+    found: dict[str, str] = {}
+    for path in root.rglob("*.py"):
+        for number, text in messages(ast.parse(path.read_text(encoding="utf-8"))):
+            found |= {line: f"{path.relative_to(root)}:{number}" for line in lines_to_type(text)}
+    assert len(found) > 20
+    told = {f"{place}: {line}": parsed(line) for line, place in found.items()}
+    # What a program can do is said without a model.
+    assert not {line: said for line, said in told.items() if said and ": no model: " not in said}
+
+
+@pytest.mark.ci
+def test_options_in_messages_are_options() -> None:
+    """Those of a program's own file are its own; the others some program's; values are choices that there are."""
+    programs = {name: command.load() for name, command in __main__.COMMANDS.items()}
+    options: dict[str, dict[str, Any]] = {}
+    for name, program in programs.items():
+        known: dict[str, Any] = {"--dry-run": bool, "--print-config": bool, "--help": bool}
+        known |= {"--resume": bool} if program.resumable else {}
+        known |= {"--restarts": int} if program.shared else {}
+        for config in (program.config_class, *program.passes.values()):
+            fields = leaves(config)
+            known |= {cli._flag(place): hint for place, hint in fields.items()}
+            known |= {cli._flag(place): str for place in groups(config)}
+            for short, places in cli.SHORT.items():
+                known |= dict([(short, fields[place]) for place in places if place in fields][:1])
+            for place, hint in fields.items():  # as a program with a group of its own spells it
+                if place.startswith("eval."):
+                    known.setdefault(cli._flag(place.removeprefix("eval.")), hint)
+        options[name] = known
+    own: dict[str, list[str]] = {}
+    for name, program in programs.items():
+        own.setdefault(inspect.getfile(inspect.unwrap(program.main)), []).append(name)
+    root, wrong = Path(whet.__file__).parent, []
+    for path in root.rglob("*.py"):
+        others = OTHERS.get(str(path.relative_to(root)), "").split()
+        for number, text in messages(ast.parse(path.read_text(encoding="utf-8"))):
+            names = own.get(str(path), list(programs))
+            if not re.search(r"[^\w.-]", text):  # a word that a program hands on
+                continue
+            if re.search(rf"whet (?!(?:{'|'.join(names)})\b)(?:{'|'.join(programs)})\b", text):
+                names = list(programs)
+            some = [options[name] for name in names]
+            for option, value in re.findall(
+                rf"(?<![\w\-<!])(--[a-z][\w-]*(?:\.[\w-]+)*)(?:[ =]({VALUE}))?", text
+            ):
+                kinds = [known[option] for known in some if option in known]
+                choices = [get_args(kind) for kind in kinds if get_origin(kind) is typing.Literal]
+                if option not in others and (
+                    not kinds
+                    or (
+                        len(choices) == len(kinds)
+                        and re.fullmatch(r"[a-z]\w*", value)
+                        and not any(value in each for each in choices)
+                    )
+                ):
+                    wrong.append(f"{path.relative_to(root)}:{number}: {option} {value}")
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.ci

@@ -61,7 +61,8 @@ class Steering:
         if width != config.hidden_size or max(self.vectors) >= config.num_layers:
             raise UserError(
                 f"{self.name}: vectors of {width} numbers up to layer {max(self.vectors)}; the model has "
-                f"{config.hidden_size} and layers 0 to {config.num_layers - 1}: make them with whet steer MODEL"
+                f"{config.hidden_size} and layers 0 to {config.num_layers - 1}: make them with "
+                "whet steer MODEL --pairs FILE --out FOLDER"
             )
 
     def apply(self, model: LanguageModel) -> None:

@@ -222,7 +222,7 @@ def load_model(
     if is_reward is not None and config.is_reward != is_reward:
         got, want = ("a reward model, which scores texts and writes none", "a language model")
         if is_reward:
-            got, want = "a language model", "a reward model (whet dpo --loss reward trains one)"
+            got, want = "a language model", "a reward model (whet dpo own --loss reward trains one)"
         raise UserError(f"{folder}: {got}; expected {want}")
     if config.max_positions > MAX_POSITIONS:
         what = f"max_positions = {config.max_positions:,}: expected at most {MAX_POSITIONS:,}"

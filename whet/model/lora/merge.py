@@ -71,8 +71,8 @@ def merge_adapters(
             )
         if dora := next((name for name, pair in adapter.pairs.items() if pair.magnitude_F is not None), None):
             raise UserError(
-                f"{adapter.folder}: {dora[:80]!r} is DoRA, whose lengths do not add up: merge it into the base (whet "
-                "export --to merged)"
+                f"{adapter.folder}: {dora[:80]!r} is DoRA, whose lengths do not add up: merge it into the base "
+                "(whet export RUN --to merged --out FOLDER)"
             )
     generator = torch.Generator().manual_seed(seed)
     merged: dict[str, LoRAPair] = {}
