@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "ai (npm)": ("chat", "stream", "system", "image"),
 }
 """Clients, and what of it each can ask for."""
+HARNESSES = {"guidellm": ("stream",)}
+"""Programs that measure a server, and what they ask for."""
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{% if m['content'] is string %}{{ m['content'] }}"
     "{% else %}{% for p in m['content'] %}{% if p['type'] == 'image' %}<image>{% else %}{{ p['text'] }}"
@@ -70,6 +73,9 @@ def table() -> str:
     for name, features in CLIENTS.items():
         marks = ["yes" if feature in features else "–" for feature in FEATURES]
         lines.append(f"| {name} | {versions()[name]} | {' | '.join(marks)} | refused | shown |")
+    for name, features in HARNESSES.items():
+        marks = ["yes" if feature in features else "–" for feature in heads]
+        lines.append(f"| {name} | {versions()[name]} | {' | '.join(marks)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -90,9 +96,14 @@ def make_model(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("clients"))
+
+
+@pytest.fixture(scope="module")
+def url(model: Path) -> Iterator[str]:
     """The address of the program."""
-    words = [sys.executable, "-m", "whet", "serve", str(make_model(tmp_path_factory.mktemp("clients")))]
+    words = [sys.executable, "-m", "whet", "serve", str(model)]
     words += ["--port", "0", "--policy.schema", "none", "--policy.num-threads", "1", "--context", "512"]
     with processes.start(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -144,6 +155,46 @@ def test_a_real_client(name: str, request: pytest.FixtureRequest) -> None:
     for feature, told in REFUSED.items():
         assert told in found[feature]["error"]
     assert found["version"] == versions()[name]
+
+
+@pytest.mark.slow
+def test_guidellm_reports_what_it_asked_for(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Its program as it comes: of six chats, two at a time, every number that can be known is right."""
+    require("clients")
+    model, url = (request.getfixturevalue(name) for name in ("model", "url"))
+    server = url.removesuffix("/v1")
+    options = {
+        "backend": f"kind=openai_http,target={server}",
+        "profile": "kind=concurrent,streams=2",
+        "constraint": "kind=max_requests,count=6",
+        "data": "kind=synthetic_text,prompt_tokens=20,output_tokens=9",
+        "tokenizer": f"kind=huggingface_auto,model={model}",
+        "output": f"kind=json,path={tmp_path / 'report.json'}",
+    }
+    program = Path(os.environ["CLIENTS_PYTHON"]).with_name("guidellm")
+    words = [str(program), "run", *(word for name, value in options.items() for word in (f"--{name}", value))]
+    began = time.time()
+    done = subprocess.run(
+        [*words, "--disable-console-interactive"], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["metadata"]["guidellm_version"] == versions()["guidellm"]
+    (measured,) = report["benchmarks"]
+    assert measured["metrics"]["request_totals"] == {
+        "successful": 6,
+        "errored": 0,
+        "incomplete": 0,
+        "total": 6,
+    }
+    for row in measured["requests"]["successful"]:
+        asked = json.loads(row["request_args"])["body"]
+        prompt = {"model": "model", "messages": asked["messages"]}
+        count = httpx.post(f"{server}/tokenize", json=prompt, timeout=60).raise_for_status().json()["count"]
+        assert (row["prompt_tokens"], row["output_tokens"], row["total_tokens"]) == (count, 9, count + 9)
+        assert 0 < row["time_to_first_token_ms"] / 1000 <= row["request_latency"] < time.time() - began
+    total = measured["metrics"]["output_token_count"]["successful"]
+    assert (total["count"], total["total_sum"], total["min"], total["max"]) == (6, 54, 9, 9)
 
 
 if __name__ == "__main__":
