@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -608,6 +609,21 @@ def fail(error: BaseException) -> Callable[[], int]:
         raise error
 
     return program
+
+
+def test_warnings_of_whets_own_are_lines_told_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def warn() -> None:
+        for name in ("a", "a", "b"):
+            warnings.warn_explicit(f"{name}: all zero", UserWarning, cli.__file__, 1, registry={})
+        with pytest.warns(UserWarning, match="theirs"):
+            warnings.warn_explicit("theirs", UserWarning, str(tmp_path / "x.py"), 1, registry={})
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert cli.guard(warn) == 0
+    assert capsys.readouterr().err == "whet: warning: a: all zero\nwhet: warning: b: all zero\n"
 
 
 def test_guard_turns_ends_into_statuses(capsys: pytest.CaptureFixture[str]) -> None:

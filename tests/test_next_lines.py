@@ -67,6 +67,7 @@ SMALL = {
     "compare": "--eval.num-problems 2 --eval.num-samples 1 --eval.sampling.max-new-tokens 8",
     "compare --prompts": "--prompt-samples 1 --sampling.max-new-tokens 8",
     "rl": RL,
+    "sft": FIT,
     "report": "",
     "chat": "",
     "eval": "--num-problems 2 --num-samples 1 --sampling.max-new-tokens 8",
@@ -280,6 +281,7 @@ def test_the_next_lines_of_exports_answer_as_the_model(
         "steer model --pairs poles.jsonl --out 'my out'",
         f"data named.jsonl {NAMED} --out 'my out'",
         f"data named.jsonl --model model {NAMED} --out 'my out'",
+        *(f"data {kind}.jsonl --model model --out 'my out'" for kind in ("chats", "texts")),
     ],
 )
 def test_the_next_lines_of_other_programs_work_as_they_stand(

@@ -13,6 +13,7 @@ import signal
 import sys
 import textwrap
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -74,6 +75,12 @@ SHORT = {
     "--deterministic": ("safety.deterministic",),
 }
 """Short options, each for the first of these fields that a program has."""
+TAKES = {
+    "--task": ": a task's name, or a file of your own",
+    "--data": ": a file of your own, a folder, or the name of a data set",
+    "--model": ": a run, a folder, a GGUF file, or a name",
+}
+"""What help says that short options take."""
 NEAR_SHORT = 0.8
 """Share of letters in common, dashes too, from which a short option is meant, before any other."""
 _FOREIGN_CHOICES = {
@@ -258,7 +265,7 @@ def parse(
     command = f"{program} {recipe}".rstrip()
     if "help" in switches:
         notes = [
-            f"  {option:<15} short for {_flag(place)}"
+            f"  {option:<15} short for {_flag(place)}{TAKES.get(option, '')}"
             for option in SHORT
             if (place := _long(config_class, option, ())[2:]) in leaves(config_class)
         ]
@@ -559,6 +566,25 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+@contextmanager
+def _warning_in_lines() -> Iterator[None]:
+    """Print whet's own Python warnings as the lines that its programs print, each once."""
+    told: set[str] = set()
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def show_line(message: Any, category: type[Warning], filename: str, *rest: Any) -> None:
+            if category is not UserWarning or Path(__file__).parent not in Path(filename).parents:
+                return shown(message, category, filename, *rest)
+            if str(message) not in told:
+                told.add(str(message))
+                print(f"whet: warning: {escape(str(message))}", file=sys.stderr, flush=True)
+            return None
+
+        warnings.showwarning = show_line
+        yield
+
+
 def guard(function: Callable[[], int | None]) -> int:
     """Run a program and turn its end into an exit status; a user's mistake becomes one line on stderr.
 
@@ -570,7 +596,7 @@ def guard(function: Callable[[], int | None]) -> int:
         after SIGTERM, 141 if the reader of stdout went away.
     """
     try:
-        with _terminable():
+        with _terminable(), _warning_in_lines():
             status = function()
             sys.stdout.flush()
     except UserError as error:

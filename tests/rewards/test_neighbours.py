@@ -95,6 +95,10 @@ def test_where_semicolons_part_the_columns_a_comma_in_a_number_is_a_point(
         ("11", "11,00 €", True),
         ("1.234,50", "1234.5", True),
         ("11,50", "11", False),
+        ("€ 10,-", "€ 10,00", True),
+        ("10,--", "10", True),
+        ("€ 10,\u2013", "10,00", True),
+        ("3,-2", "3", False),
         ("11,0", "11", False),  # two roots
         ("3,5", "3, 5", True),  # lists
         ("3,05", "3", False),

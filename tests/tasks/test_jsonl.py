@@ -252,6 +252,10 @@ def test_points_that_group_thousands_are_seen_or_told_of(
     ):
         assert task.is_correct(by_gold["1.700"], answer) is is_right, answer
     assert not dispute(task, list(by_gold.values()))
+    for problem in by_gold.values():  # what an audit tries
+        assert not task.is_correct(problem, task.wrong_answer(problem))
+        for spelling in task.other_spellings(problem):
+            assert task.is_correct(problem, spelling), (problem.answer, spelling)
 
 
 def test_answers_that_may_be_decimals_or_pairs_are_told_of(tmp_path: Path) -> None:

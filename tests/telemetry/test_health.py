@@ -15,6 +15,7 @@ from whet.telemetry.health import (
     dead_reason,
     find_warnings,
     health_warnings,
+    idle_reason,
 )
 
 Row = dict[str, Any]
@@ -159,6 +160,24 @@ def test_a_dead_run_gets_its_reason(wrong: float, right: float, reason: str) -> 
     before, _, after = reason.partition(".*")
     assert text.startswith(before)
     assert after in text
+
+
+def test_a_run_that_trained_nothing_blames_failing_rewards_only_where_most_samples_have_no_score() -> None:
+    rows = [
+        {
+            "rl/groups_with_signal": 0.0,
+            "rl/all_wrong_groups": 1.0,
+            "rl/unscorable": 1.0,
+            "rl/reward_failures": n,
+        }
+        for n in (1.0, 2.0, 3.0)
+    ]
+    text = idle_reason(rows, {}, num_samples=8)
+    assert text.startswith("nothing was trained: in none of 3 steps")
+    assert "every answer is wrong" in text
+    for row in rows:
+        row["rl/unscorable"] = 7.0
+    assert "rewards gave no score for 21 of 24 samples" in idle_reason(rows, {}, num_samples=8)
 
 
 def test_many_rows_give_the_warnings_that_each_row_gives_and_every_row_is_looked_at_once(

@@ -34,6 +34,7 @@ from whet.tasks.read import (
     select_split,
     sift,
 )
+from whet.tasks.selftest import mutated_answer, rewritten_answers
 from whet.tasks.sets import HubSet, known_set
 from whet.types import Problem, UserError, problem_uid
 
@@ -174,6 +175,14 @@ class Jsonl:
             return False
         column: Any = problem.meta.get(COLUMN, "")
         return any(answers_equal(answer, gold, column=column) for gold in problem.answers)
+
+    def wrong_answer(self, problem: Problem) -> str:
+        """Return an answer that is nearly right, for audits."""
+        return mutated_answer(meant_answer(problem))
+
+    def other_spellings(self, problem: Problem) -> list[str]:
+        """Return other spellings of a right answer, for audits."""
+        return rewritten_answers(meant_answer(problem))
 
     def _found_parts(self) -> dict[str, Part]:
         """Return what to read on the hub: as the table has it, unless something else is asked for."""
@@ -347,6 +356,15 @@ def _shown(source: str, columns: Columns, sample: Content | None, no_gold: str) 
         parts |= {"reply": repr(sample.reply) if sample.reply else ""}
         lines += [f"  {name}: {text[:SHOWN]}" for name, text in parts.items() if text]
     return "\n".join(lines)
+
+
+def meant_answer(problem: Problem) -> str:
+    """Return a gold answer as any reader would read it: among decimal commas `1.050` as `1050`."""
+    return (
+        with_points(problem.answer, has_groups=True)
+        if problem.meta.get(COLUMN) == "comma"
+        else problem.answer
+    )
 
 
 def _numbers(column: Column, golds: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from whet.tasks.selftest import mutated_answer
+from whet.tasks.selftest import mutated_answer, rewritten_answers
 from whet.types import Allowed, ManyJudge, PartsTask, Problem, RuledTask, Task, problem_uid
 
 PART = "part"
@@ -64,6 +64,11 @@ class Mixture:
         """Return a near miss, as the task that the problem came from makes it."""
         make = getattr(self.parts[problem.meta[PART]], "wrong_answer", None)
         return mutated_answer(problem.answer) if make is None else make(problem)
+
+    def other_spellings(self, problem: Problem) -> list[str]:
+        """Return other spellings of a right answer, as the task that the problem came from makes them."""
+        make = getattr(self.parts[problem.meta[PART]], "other_spellings", None)
+        return rewritten_answers(problem.answer) if make is None else make(problem)
 
     def allowed(self, problem: Problem) -> Sequence[Allowed]:
         """Return what the rules allow in a problem's answer, where the task that it came from knows."""

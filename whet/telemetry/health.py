@@ -188,12 +188,15 @@ IDLE = "nothing was trained"
 """How the warning about a run begins that changed nothing; reports say it first."""
 
 
-def idle_reason(rows: Sequence[Mapping[str, Any]], changes: Mapping[str, float]) -> str:
+def idle_reason(
+    rows: Sequence[Mapping[str, Any]], changes: Mapping[str, float], *, num_samples: int = 0
+) -> str:
     """Return why a run has trained nothing, and the remedy; '' where it has, or where that is not known.
 
     Args:
         rows: Its rows of metrics, oldest first.
         changes: Share of the weights that changed, as `whet.train.session.write_changes` returns it.
+        num_samples: Samples of each step.
     """
     signals = [row["rl/groups_with_signal"] for row in rows if row.get("rl/groups_with_signal") is not None]
     has_signal = not signals or any(signals) or any("rl/teacher_kl" in row for row in rows)
@@ -201,11 +204,14 @@ def idle_reason(rows: Sequence[Mapping[str, Any]], changes: Mapping[str, float])
         return ""
     if has_signal:
         return f"{IDLE}: no weight changed; raise optim.lr, or check the data and the rewards"
-    last = rows[-1]
-    if last.get("rl/unscorable") and any(row.get("rl/reward_failures") for row in rows):
-        why = "rewards gave no score: look for 'null' in samples.jsonl and mend them"
+    unscored = sum(row.get("rl/unscorable") or 0.0 for row in rows)
+    if 2 * unscored > num_samples * len(rows):
+        why = (
+            f"rewards gave no score for {unscored:,.0f} of {num_samples * len(rows):,} samples: look for 'null' in "
+            "samples.jsonl and mend them"
+        )
     else:
-        why = dead_reason(last)
+        why = dead_reason(rows[-1])
     return f"{IDLE}: in none of {len(signals):,} steps had a group different rewards; {why}"
 
 

@@ -374,7 +374,9 @@ class Run:
             name.removeprefix(f"{self.stage}/"): value for name, value in self.last.items()
         }
         content |= {**extra, **(changes := write_changes(self._config))}
-        if text := idle_reason(past_rows(self._folder, self.stage, self.step), changes):
+        num_samples = getattr(self._config, "num_prompts", 0) * getattr(self._config, "group_size", 0)
+        rows = past_rows(self._folder, self.stage, self.step)
+        if text := idle_reason(rows, changes, num_samples=num_samples):
             write_warning(self._folder, self.step, text)
             print(f"whet: warning: {text}", file=sys.stderr, flush=True)
         if self.best is not None:

@@ -15,7 +15,7 @@ from typing import Any
 from whet.eval.grade import judge_answers
 from whet.rewards.answers.numbers import both_with_points
 from whet.sandbox.graders.graders import GraderPool
-from whet.tasks.jsonl import COLUMN
+from whet.tasks.jsonl import COLUMN, meant_answer
 from whet.tasks.selftest import mutated_answer, rewritten_answers
 from whet.types import Problem, Task, UserError
 
@@ -65,8 +65,8 @@ def dispute(
             for problem in part
             for source, answers in (
                 ("gold", [problem.answer]),
-                ("spelling", rewritten_answers(problem.answer)),
-                ("near miss", [mutated_answer(problem.answer)]),
+                ("spelling", rewritten_answers(meant_answer(problem))),
+                ("near miss", [mutated_answer(meant_answer(problem))]),
             )
             for answer in answers
         ]

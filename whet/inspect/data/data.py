@@ -21,7 +21,7 @@ from whet.model.files import read_json
 from whet.model.weights import stored_shape
 from whet.report.plots import COLOURS, MUTED, STYLE, matplotlib_for
 from whet.storage.folder import dated, next_line, open_run
-from whet.tasks.base import FEW_PROBLEMS, TaskConfig, answers_of, load_task, told_of
+from whet.tasks.base import FEW_PROBLEMS, TaskConfig, answers_of, check_gold, load_task, told_of
 from whet.tasks.mixture import Mixture
 from whet.tasks.read import FEW_HELD_OUT
 from whet.telemetry.display import escape_controls, one_line
@@ -168,6 +168,12 @@ def main(config: DataReportConfig) -> None:
         raise UserError(f"{found} prompts overlap with train; see {folder / 'report.md'}, and remove them")
     model = config.policy.init if config.policy is not None else ""
     words = task_words(config.task, "task")
+    try:
+        check_gold(task, [problem for problems in splits.values() for problem in problems], why="")
+    except UserError:  # conversations and texts: nothing to evaluate or to audit
+        if model:
+            print(next_line(["whet", "sft", "own", "--model", model, *words]))
+        return
     if model:
         print(next_line(["whet", "eval", "own", "--model", model, *words]))
     else:  # an audit's task is its first word

@@ -316,7 +316,7 @@ class Trained:
         Raises:
             UserError: If it is another adapter.
         """
-        stored = read_adapter(folder)
+        stored = read_adapter(folder, is_new=True)  # a run may be stopped before anything was trained
         stored.rename(self._model.config)
         places = {target.name: (target, side) for target, side in sides_of(self._model)}
         if stored.pairs.keys() != places.keys():

@@ -92,6 +92,8 @@ _LABEL = re.compile(
 _FOREIGN_LABEL = re.compile(rf"\W{{0,4}}(?:{ANSWER_IS}) ?(?=\S)")
 _SENTENCE = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z\s,.'!?:-]*")
 _NO_MARKS = str.maketrans("", "", WORD_OPEN + WORD_CLOSE)
+_NO_CENTS = re.compile(r"(?<=[0-9]),[-\u2013\u2014]{1,2}(?= |$)")
+"""`€ 10,-`, as the Dutch and Germans write ten euros."""
 _ENGLISH_VERDICTS = frozenset({"yes", "no", "true", "false"})
 _FUNCTION = re.compile(r"[A-Za-z] ?\( ?[a-z] ?\)")
 _RESIDUE = re.compile(r"((?:(?!mod).)+?) ?mod ?((?:(?!mod).)+)")
@@ -115,6 +117,8 @@ def answers_equal(
     Returns:
         True when both are the same answer. Never raises; bounded in time.
     """
+    if ",-" in prediction or ",\u2013" in prediction:
+        prediction = _NO_CENTS.sub("", prediction)
     if column == "comma":
         prediction, gold = both_with_points(prediction, gold)
     elif (
@@ -146,7 +150,7 @@ def answers_equal(
     left, right = without_markup(_stated(left)), without_markup(_stated(right))
     if any(map(_BOX_AFTER_BOX.search, (left, right))):
         return False
-    left, right = clean(money_in_words(left)), clean(money_in_words(right))
+    left, right = (clean(money_in_words(side)) for side in (left, right))
     if not left or not right:
         return False
     read = read_text(right)
