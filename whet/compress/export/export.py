@@ -32,6 +32,7 @@ from whet.generate.policy import (
     written_sampling,
 )
 from whet.install import install_command
+from whet.kernels.cpu.ops import forget
 from whet.model.families import from_hf
 from whet.model.files import read_json
 from whet.model.gguf import File, read_back
@@ -234,6 +235,7 @@ def export(config: ExportConfig, tell: Tell = lambda _: None) -> dict[str, Any]:
     source = own_tokenizer(config.policy, policy.tokenizer.date)
     tell(f"the model itself answers {counted(len(chats), 'prompt')}, for the report")
     reference = parity.take(policy, chats, config.max_new_tokens, source)
+    forget(policy.model.parameters())  # the kernels' copies of weights that change now are as large as they
     lost: dict[str, float] = {}
     if config.to != "adapter":
         if adapter is not None:
@@ -553,6 +555,8 @@ def _base(config: ExportConfig) -> Path:
 
 def _read_again(config: ExportConfig, policy: Policy, artefact: Path) -> Policy:
     """Return the policy with the weights that were stored."""
+    if config.to not in ("gguf", "ollama"):
+        policy.model.to("meta")  # its answers are in the reference, and two models would be in memory
     if config.to == "adapter":
         settings = replace(config.policy, init=str(_base(config)), adapter=str(artefact))
         return load_policy(settings, seed=0, merge=False, plain=True)
