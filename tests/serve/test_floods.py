@@ -1,4 +1,4 @@
-"""A short version of bench/reliability/floods.py: no flood keeps an honest client from its answers."""
+"""Short versions of bench/reliability/floods.py: an honest client keeps its answers, and a stream its pace."""
 
 from __future__ import annotations
 
@@ -32,3 +32,26 @@ def test_an_honest_client_is_served_during_floods(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row["flood"] for row in json.loads(found.read_text())] == list(FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1900)
+def test_a_stream_goes_on_beside_four_crowds(tmp_path: Path) -> None:
+    """Tokens come at most three times as slowly as alone. Other work on this machine slows down single rounds: of three
+    each crowd has to pass one, and in none may a stream fail."""
+    slow: set[str] = set()
+    told = []
+    for number in range(3):
+        file = tmp_path / f"{number}.json"
+        words = [sys.executable, str(PROGRAM), "--beside", "--rounds", "1", "--json", str(file)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
+        assert file.exists(), done.stdout + done.stderr
+        rows = json.loads(file.read_text())
+        assert len(rows) == 4
+        assert [row["failures"] for row in rows] == [[]] * 4, done.stdout
+        late = {row["crowd"] for row in rows if row["beside_median_s"] > 3 * row["alone_median_s"]}
+        slow = late if number == 0 else slow & late
+        told.append(done.stdout)
+        if not slow:
+            return
+    pytest.fail("\n".join([f"slow in each of three rounds: {', '.join(sorted(slow))}", *told]))
