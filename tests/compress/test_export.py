@@ -1138,6 +1138,7 @@ def test_each_export_names_what_one_does_with_it(
 ) -> None:
     config = ExportConfig(policy=PolicyConfig(init="model"), to=kind, out="my out")
     monkeypatch.setattr("whet.storage.folder.as_typed", lambda: "whet")
+    monkeypatch.setattr("whet.storage.folder.find_spec", lambda name: name)
     monkeypatch.setattr("shutil.which", lambda name: name)
     assert next_steps(config) == "next: " + "\n      ".join(steps)
     monkeypatch.setattr("shutil.which", lambda name: None)
@@ -1145,3 +1146,7 @@ def test_each_export_names_what_one_does_with_it(
         program = step.split(" ")[0]
         assert said == step + f"   # {program} is not installed here" * (program != "whet")
         assert shlex.split(said, comments=True) == shlex.split(step)
+    monkeypatch.setattr("whet.storage.folder.find_spec", lambda name: None)  # whet serve needs an extra
+    first, *_ = next_steps(config).removeprefix("next: ").split("\n")
+    assert ("   # first: " in first) == first.startswith("whet serve")
+    assert shlex.split(first, comments=True) == shlex.split(steps[0])

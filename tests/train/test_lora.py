@@ -429,6 +429,16 @@ def test_rl_on_a_quantised_base_is_on_policy_and_read_with_that_base(
         assert packed_parts(load_policy(PolicyConfig(init=str(tmp_path / name)), seed=0).model), name
 
 
+def test_training_that_merges_an_adapter_says_how_it_goes_on(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = {"num_steps": 1, "save_every": 1}
+    sft.train(sft_config(base, tmp_path / "first", **short))
+    capsys.readouterr()
+    sft.train(sft_config(tmp_path / "first", tmp_path / "second", lora=LoRAConfig(), **short))
+    assert "whet: all weights are trained (--lora.rank 3 trains the adapter on)\n" in capsys.readouterr().out
+
+
 @pytest.mark.ci
 def test_a_run_of_adapters_is_read_wherever_a_model_is_named(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -896,9 +896,7 @@ def load_policy(
                 dequantize(model, dtype)
             model = adapter.fit(model)
             if merge:
-                rank = adapter.config.get("r", 16)
-                told = f"all weights are trained (--lora.rank {rank} trains the adapter on)"
-                print(f"whet: {adapter.folder} is merged: {adapter.merge(model)}; {told}", flush=True)
+                print(f"whet: {adapter.folder} is merged: {adapter.merge(model)}", flush=True)
             if merge and config.quantize != "none":
                 quantize(model, config.quantize)
         if config.tags_as_tokens:

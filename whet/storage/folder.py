@@ -12,10 +12,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from whet.config import user_path
-from whet.install import NoPosix, as_typed
+from whet.install import NoPosix, as_typed, install_command
 from whet.storage.commit import UNREADABLE, recover, set_aside, sync, verify_folder
 from whet.types import UserError
 
@@ -159,7 +160,14 @@ NEXT_INDENT = "\n      "
 def next_line(*commands: str | Sequence[str]) -> str:
     """Return what one does next: whole commands, given as words, one a line, as they can be pasted; '' is left out."""
     texts = [text if isinstance(text, str) else shlex.join(text) for text in commands]
-    typed = (as_typed() + text[4:] if text.startswith("whet ") else text for text in texts)
+    # As a comment, so that the line can be pasted once that is done.
+    lacks = "" if find_spec("uvicorn") else f"   # first: {install_command('web')}"
+    typed = (
+        f"{as_typed()}{text[4:]}{lacks if text.startswith('whet serve ') else ''}"
+        if text.startswith("whet ")
+        else text
+        for text in texts
+    )
     return f"next: {NEXT_INDENT.join(filter(None, typed))}"
 
 

@@ -225,6 +225,9 @@ def load_trained(
     if config.optim.router_aux_loss_coef and not has_experts(policy.model.config):
         raise UserError("optim.router_aux_loss_coef: this model has no experts to balance; leave it out")
     _refuse_whole(config, policy)
+    if policy.adapter is not None and not config.lora.rank and weights and rank() == 0:
+        own = policy.adapter.config.get("r", 16)
+        print(f"whet: all weights are trained (--lora.rank {own} trains the adapter on)", flush=True)
     if not weights:
         if config.policy.init and user_path(config.policy.init).exists():
             check_weights(find_model(config.policy.init, config.policy.adapter)[0])

@@ -21,7 +21,7 @@ from whet.compress.export import importance as importances
 from whet.compress.export.kquants import K_TYPES
 from whet.compress.export.prompt import modelfile, unlike_ollama, whole_template
 from whet.compress.export.vocabulary import Vocabulary, express
-from whet.config import counted, from_dict, read_yaml
+from whet.config import cache_folder, counted, from_dict, read_yaml, temporary_folder
 from whet.eval.evaluate import take_problems
 from whet.generate.policy import (
     SAMPLING_NAMES,
@@ -409,6 +409,13 @@ def _written(
     elif config.to == "adapter":
         base, adapter = _write_adapter(config, policy, out, template), policy.adapter
         assert adapter is not None
+        if Path(adapter.base or base).parent in (
+            home() / "gguf" for home in (cache_folder, temporary_folder)
+        ):
+            notes.append(
+                f"the base that the adapter names is {adapter.base or base}, made of a GGUF file on this machine: copy "
+                "it, too, or write one model with --to merged"
+            )
         try:
             gguf.write_lora(adapter, policy.model, out / LORA)
         except UserError as error:

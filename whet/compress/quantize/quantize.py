@@ -406,7 +406,8 @@ def check(config: QuantizeConfig, resume: bool) -> None:
     plan = _plan(parts, config, sequences, sequences["calibration"], seconds_each)
     print(
         f"checked: model, task, budget and folder; it would start, and take about {clock(seconds + plan.seconds)} "
-        f"(completions, a layer and a pass timed, the rest extrapolated): {plan.text()}"
+        f"(completions, a layer and a pass timed, the rest extrapolated; less with --work {config.work / 2:.2g}, fewer "
+        f"--methods, or fewer texts): {plan.text()}"
     )
 
 
