@@ -386,6 +386,16 @@ def test_an_adapter_on_a_quantised_base_leaves_as_what_was_trained(folder: Path,
     assert not packed_parts(again.model)
 
 
+@needs_gguf
+def test_matrices_in_few_bits_that_leave_in_eight_are_noted(folder: Path, tmp_path: Path) -> None:
+    place = adapter(tmp_path / "lora", folder)
+    (place / "base.json").write_text(json.dumps({"name": str(folder), "quantize": "nf4"}))
+    noted = "matrices in few bits are written in q8_0; --dtype q4_k_m makes a smaller file"
+    for source, is_noted in ((place, True), (folder, False)):
+        wide = export(config(source, tmp_path / f"gguf-{is_noted}", "gguf"))
+        assert any(noted in note for note in wide["notes"]) is is_noted
+
+
 @pytest.mark.parametrize("schema", ["think_answer", "boxed", "hashes"])
 @pytest.mark.parametrize("place", ["system", "user"])
 def test_one_template_writes_the_whole_prompt(schema: str, place: str) -> None:

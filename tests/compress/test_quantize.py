@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -567,7 +568,8 @@ def test_selected_layers_beat_all_nf4_at_equal_bytes(
     assert stored["bytes"] == content["fixed_bytes"] + chosen["num_bytes"]
     assert stored["layers"] == {row["name"].removesuffix(".weight"): row["kind"] for row in content["layers"]}
     assert {"errors.png", "front.png", "layers.csv", "quantize.html"} <= {path.name for path in out.iterdir()}
-    assert "selected" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert re.search(rf"^selected: pass@1 .* of {config.num_problems} problems$", printed, re.MULTILINE)
     # The folder is the measured model.
     policy = load_policy(PolicyConfig(init=str(out)), seed=0)
     kinds = [place.packs[0].kind if place.packs else "bf16" for place in places(policy.model).values()]

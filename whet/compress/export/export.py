@@ -237,13 +237,17 @@ def export(config: ExportConfig, tell: Tell = lambda _: None) -> dict[str, Any]:
     reference = parity.take(policy, chats, config.max_new_tokens, source)
     forget(policy.model.parameters())  # the kernels' copies of weights that change now are as large as they
     lost: dict[str, float] = {}
+    notes: list[str] = []
+    if packed_parts(policy.model) and config.to in ("gguf", "ollama") and config.type not in K_TYPES:
+        notes.append(
+            f"its matrices in few bits are written in {config.type}; --dtype q4_k_m makes a smaller file"
+        )
     if config.to != "adapter":
         if adapter is not None:
             adapter.remove(policy.model)
         dequantize(policy.model, torch.float32)
         if adapter is not None:
             lost = merge(policy, adapter, TORCH_TYPES.get(config.type))
-    notes: list[str] = []
     if config.to in ("hf", "merged", "mlx") and (mass := _tokenless(reference, policy)) > parity.TOKENLESS:
         num_rows = policy.tokenizer.vocab_size
         left = policy.model.config.vocab_size - num_rows

@@ -49,16 +49,16 @@ def as_text(content: Json) -> str:
         "",
         f"{'on held-out text':<44}{'bytes':>13}{'KL':>10}{'worst KL':>10}{'top-1':>8}{'perplexity':>12}",
     ]
-    lines.append(
-        f"{'full model':<44}{content['full_bytes']:>13,}{0:>10.2g}{0:>10.2g}{100:>6} %{content['perplexity']:>12.4f}"
-    )
+    whole = f"{content['full_bytes']:>13,}{0:>10.2g}{0:>10.2g}{100:>6} %{content['perplexity']:>12.4f}"
+    lines.append(f"{'full model, its matrices in 16 bits':<44}{whole}")
     for point in content["table"]:
         lines.append(f"{point['name']:<44}" + "".join(_cells(content, point)))
     for name, metrics in content["pass_at_1"].items():
         found = ", ".join(
             f"{m} {v['mean']:.1%} ({v['low']:.1%} to {v['high']:.1%})" for m, v in metrics.items()
         )
-        lines.append(f"{name}: {found}")
+        count = f" of {content['num_problems']:,} problems" if content.get("num_problems") else ""
+        lines.append(f"{name}: {found}{count}")
     return "\n".join(lines)
 
 

@@ -221,6 +221,7 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
         "table": [asdict(point) for point in table],
         "front": [asdict(point) for point in front],
         "pass_at_1": answers,
+        "num_problems": len(graded),
         "layers": [
             {
                 "name": name,
