@@ -60,6 +60,8 @@ def test_clear_cases_are_judged_right_and_wrong_ones_not_paid(cases, judge, coun
         ([], ""),
         (["7,00", "12", "0,5"], "comma"),
         (["R$ 1.234,50", "-3,05", "1.234"], "comma"),
+        (["1.550", "12,50", "2,5"], "comma"),
+        (["1.550", "12,50", "2.5"], ""),
         (["1,2", "3,4", "5"], ""),  # lists of roots, for all that one can see
         (["1,00", "2.5"], ""),
         (["1,05", "1,234"], ""),
@@ -96,6 +98,9 @@ def test_where_semicolons_part_the_columns_a_comma_in_a_number_is_a_point(
         ("1.234,50", "1234.5", True),
         ("11,50", "11", False),
         ("€ 10,-", "€ 10,00", True),
+        ("€ 5,00", "€ 5,-", True),
+        ("5", "€ 5,-", True),
+        ("6", "€ 5,-", False),
         ("10,--", "10", True),
         ("€ 10,\u2013", "10,00", True),
         ("3,-2", "3", False),

@@ -117,8 +117,8 @@ def answers_equal(
     Returns:
         True when both are the same answer. Never raises; bounded in time.
     """
-    if ",-" in prediction or ",\u2013" in prediction:
-        prediction = _NO_CENTS.sub("", prediction)
+    if _NO_CENTS.search(prediction) or _NO_CENTS.search(gold):
+        prediction, gold = _NO_CENTS.sub("", prediction), _NO_CENTS.sub("", gold)
     if column == "comma":
         prediction, gold = both_with_points(prediction, gold)
     elif (

@@ -205,6 +205,7 @@ def column_of(golds: Iterable[str], *, has_semicolons: bool = False) -> Column:
     golds = golds[:: 1 + len(golds) // MOST_READ]
     num_golds = num_words = num_texts = 0
     commas = set[bool | None]()
+    grouped = pairs = False
     for gold in golds:
         num_golds += 1
         if len(gold) > LONGEST_TEXT:
@@ -212,15 +213,18 @@ def column_of(golds: Iterable[str], *, has_semicolons: bool = False) -> Column:
         text = clean(gold)
         read = read_text(text)
         is_certain = has_semicolons or re.search(r"\.[0-9]{3}\.[0-9]", text) is not None
-        is_thousand = is_certain and is_grouped(text)
-        commas.add(True if is_thousand else decimal_comma(text, is_likely=has_semicolons))
+        is_thousand = is_grouped(text)
+        grouped, pairs = grouped or is_thousand, pairs or decimal_comma(text, is_likely=True) is True
+        commas.add(True if is_certain and is_thousand else decimal_comma(text, is_likely=has_semicolons))
         num_texts += read is not None and read.kind != "words"
         num_words += (read is not None and read.kind == "words") or _WORDY.fullmatch(text) is not None
     if 2 * num_texts > num_golds:
         return "text"
     if 2 * num_words > num_golds:
         return "words"
-    return "comma" if True in commas and False not in commas else ""
+    # `1.550` beside `12,50`: three decimals among pairs of numbers are far rarer than another country's prices.
+    is_comma = True in commas or (grouped and pairs)
+    return "comma" if is_comma and False not in commas else ""
 
 
 def is_word(cleaned: str) -> bool:
