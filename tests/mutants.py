@@ -2052,8 +2052,8 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
     ): [
         (
             "guard",
-            "if policy.adapter is not None and not config.lora.rank and weights",
-            "if False and weights",
+            "if policy.adapter is not None and not config.lora.rank",
+            "if False",
         ),
     ],
     ("train/session.py", (f"{SESSION}::test_when_a_session_saves",)): [

@@ -272,6 +272,10 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda f, t: whet.rl(f, ROWS, out=t, num_train_epochs=2),
         r"did you mean 'num_epochs'\?|did you mean 'num_steps'\? \(it counts optimizer steps",
     ),
+    "models to compare": (
+        lambda f, t: whet.compare(str(f), str(f)),  # pyright: ignore
+        "expected what whet.evaluate returned",
+    ),
     "another library's limit": (
         lambda f, t: whet.load(f).generate(["a"], max_tokens=5),
         "generate has no argument 'max_tokens'; did you mean 'max_new_tokens'",

@@ -1144,6 +1144,12 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
     Raises:
         UserError: If they were not asked the same, or have no problem in common.
     """
+    for side in (before, after):
+        if not isinstance(side, Evaluation):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UserError(
+                f"compare: got {side!r:.60}, expected what whet.evaluate returned (by their names, models and runs are "
+                "compared on the command line: whet compare)"
+            )
     unlike = [name for name, value in before.protocol.items() if after.protocol.get(name) != value]
     if unlike:
         raise UserError(

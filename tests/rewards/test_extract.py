@@ -316,6 +316,11 @@ def test_a_word_of_another_language_is_not_cut_at_its_accents(text: str, expecte
         ("Il a 3 sacs de 100 et 200.", "200"),
         ("Liste : 5 100 20", "20"),
         ("Das sind 2'800 Franken.", "2800"),
+        ("Dat kost € 1.234,50.", "1.234,50"),
+        ("Dat is 1.234,50, dus.", "1.234,50"),
+        ("Dat is 1.234.567.", "1.234.567"),
+        ("Dat is 12,75, dus klaar.", "12,75"),
+        ("The roots are 1,2,3.", "3"),
         ("Das kostet 2\u2019800.50 Fr.", "2800.50"),
     ],
 )

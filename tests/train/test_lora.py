@@ -436,7 +436,18 @@ def test_training_that_merges_an_adapter_says_how_it_goes_on(
     sft.train(sft_config(base, tmp_path / "first", **short))
     capsys.readouterr()
     sft.train(sft_config(tmp_path / "first", tmp_path / "second", lora=LoRAConfig(), **short))
-    assert "whet: all weights are trained (--lora.rank 3 trains the adapter on)\n" in capsys.readouterr().out
+    said = "whet: all weights are trained (--lora.rank 3 trains the adapter on)\n"
+    assert said in capsys.readouterr().out
+    # A dry run says so, too, and finds what the run would stop at.
+    sft.check(sft_config(tmp_path / "first", tmp_path / "third", lora=LoRAConfig(), **short), resume=False)
+    assert said in capsys.readouterr().out
+    for check in (sft.check, lambda config, resume: sft.train(config)):
+        with pytest.raises(
+            UserError, match=r"lora.rank = 5: .*, which has rank 3; give that, or merge it first"
+        ):
+            check(
+                sft_config(tmp_path / "first", tmp_path / "third", lora=replace(LORA, rank=5)), resume=False
+            )
 
 
 @pytest.mark.ci

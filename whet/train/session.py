@@ -31,7 +31,7 @@ from whet.model.config import has_experts
 from whet.model.files import read_json
 from whet.model.lora.files import find_model
 from whet.model.lora.side import LoRAConfig, choose, with_tower
-from whet.model.lora.trained import Base, Trained
+from whet.model.lora.trained import Base, Trained, check_continued
 from whet.model.quant import QUANTIZATION, packed_parts
 from whet.model.weights import check_weights, load_model, load_shares, stored_shape
 from whet.ranks.collectives import all_reduce_max, is_distributed, is_share, on_main, rank
@@ -225,7 +225,7 @@ def load_trained(
     if config.optim.router_aux_loss_coef and not has_experts(policy.model.config):
         raise UserError("optim.router_aux_loss_coef: this model has no experts to balance; leave it out")
     _refuse_whole(config, policy)
-    if policy.adapter is not None and not config.lora.rank and weights and rank() == 0:
+    if policy.adapter is not None and not config.lora.rank and rank() == 0:
         own = policy.adapter.config.get("r", 16)
         print(f"whet: all weights are trained (--lora.rank {own} trains the adapter on)", flush=True)
     if not weights:
@@ -233,7 +233,10 @@ def load_trained(
             check_weights(find_model(config.policy.init, config.policy.adapter)[0])
         if config.lora.rank:
             _check_lora(config, policy, is_reward=is_reward)
-            choose(policy.model, config.lora)
+            if policy.adapter is None:
+                choose(policy.model, config.lora)
+            else:
+                check_continued(policy.adapter, config.lora)
         return policy
     if config.lora.rank:
         _check_lora(config, policy, is_reward=is_reward)

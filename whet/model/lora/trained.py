@@ -125,7 +125,7 @@ class Trained:
             self._alphas = {target.name: config.scale for target in targets}
             self._rslora = config.rslora
         else:
-            _check_continued(adapter, config)
+            check_continued(adapter, config)
             saved = sorted({name.rpartition(".")[0] for name in adapter.saved})
             model.requires_grad_(False)
             self._alphas = {name: pair.alpha for name, pair in adapter.pairs.items()}
@@ -414,8 +414,16 @@ def modules_to_save(
     ]
 
 
-def _check_continued(adapter: Adapter, config: LoRAConfig) -> None:
-    """Refuse settings that are not those of the adapter which is trained on."""
+def check_continued(adapter: Adapter, config: LoRAConfig) -> None:
+    """Refuse settings that are not those of the adapter which is trained on.
+
+    Args:
+        adapter: The adapter; before it stands in a model, its configuration says its rank.
+        config: The run's settings.
+
+    Raises:
+        UserError: With the setting.
+    """
     for item in fields(config):
         value = getattr(config, item.name)
         if item.name in KEPT_WHEN_CONTINUED or value == item.default:
@@ -428,13 +436,15 @@ def _check_continued(adapter: Adapter, config: LoRAConfig) -> None:
             f"lora.{item.name} = {value}: the run trains {adapter.folder} on, whose own setting counts; leave it out"
         )
     ranks = {side.lora_A.shape[0] // target.count for target, side in adapter.sides}
+    ranks = ranks or {adapter.config.get("r"), *(adapter.config.get("rank_pattern") or {}).values()}
     if ranks != {config.rank}:
         there = ", ".join(map(str, sorted(ranks)))
         raise UserError(
             f"lora.rank = {config.rank}: the run trains {adapter.folder} on, which has rank {there}; give that, or "
             f"merge it first (whet export {adapter.folder} --to merged --dtype f32 --out FOLDER)"
         )
-    if left := sorted(adapter.pairs.keys() - {target.name for target, _ in adapter.sides}):
+    left = sorted(adapter.pairs.keys() - {target.name for target, _ in adapter.sides})
+    if left and adapter.sides:
         raise UserError(
             f"{adapter.folder}: {left[0]!r} (head or embeddings) cannot be trained on as an adapter; merge it"
         )
