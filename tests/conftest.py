@@ -157,12 +157,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
         # The longest come first, so that neither core is idle at the end.
         items[:] = sorted(chosen, key=lambda item: not item.nodeid.startswith("tests/learning"))
-    for item in items:
-        if "slow" in item.keywords and not config.getoption("--slow"):
+    for item in items:  # not by `item.keywords`: names of folders are among them, as of a clone in `ci`
+        if item.get_closest_marker("slow") is not None and not config.getoption("--slow"):
             item.add_marker(slow)
-        if "ci" in item.keywords and not (config.getoption("--ci") or config.getoption("--slow")):
+        is_asked = config.getoption("--ci") or config.getoption("--slow")
+        if item.get_closest_marker("ci") is not None and not is_asked:
             item.add_marker(ci)
-        # Not `item.keywords`: names of folders are among them.
         if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(gpu)
 

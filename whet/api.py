@@ -74,6 +74,7 @@ from whet.recipes.rl import ALGORITHMS
 from whet.recipes.suited import suited, token_limit
 from whet.rewards.base import OwnReward, own_name
 from whet.sandbox.graders.shipping import ship_function
+from whet.sandbox.reentry import refuse_reentry
 from whet.schema import SCHEMAS, ResponseSchema
 from whet.stats import Interval
 from whet.tasks import base as tasks
@@ -748,6 +749,7 @@ def sft(
     **options: Any,
 ) -> Run:
     """Fine-tune a policy on worked solutions, chats or texts; options are fields of `SFTConfig`, else as for `rl`."""
+    refuse_reentry("a training")
     given = {"out": str(out), "policy": _policy(policy), "task": _task(task), "num_steps": num_steps}
     config = _suited(_made(SFTConfig, given | options), options, verbose=verbose)
     call = _heard(on_step, verbose)
@@ -782,6 +784,7 @@ def dpo(
         verbose: Print how far it is; False prints warnings alone.
         options: Other fields of `DPOConfig`.
     """
+    refuse_reentry("a training")
     if (pairs is None) == (task is None):
         raise UserError("dpo: expected either pairs or a task")
     given: dict[str, Any] = {"out": str(out), "policy": _policy(policy), "num_steps": num_steps}
@@ -811,6 +814,7 @@ def rft(
     **options: Any,
 ) -> Run:
     """Fine-tune a policy on its own right completions, round by round; options are fields of `RFTConfig`."""
+    refuse_reentry("a training")
     config = _made(RFTConfig, {"out": str(out), "policy": _policy(policy), "task": _task(task)} | options)
     call = _heard(on_step, verbose)
     return _trained(
@@ -1271,6 +1275,7 @@ def _rl_config(
     *,
     verbose: bool,
 ) -> RLConfig:
+    refuse_reentry("a training")  # before rewards are sent to workers, whose import may have begun it
     own = options.get("reward")
     if isinstance(own, list | tuple):
         own = next((item for item in own if callable(item)), None)

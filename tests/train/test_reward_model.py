@@ -90,7 +90,7 @@ def test_wrong_settings(halfway: Any, reward_folder: Path, tmp_path: Path, tiny_
     weighed = RLConfig(out="x", policy=tiny_policy, rewards={"model": 0.5}, reward_model="y")
     assert weighed.reward_weights == {"model": 0.5}
     with pytest.raises(
-        UserError, match=r"a language model; expected a reward model \(whet dpo --loss reward"
+        UserError, match=r"a language model; expected a reward model \(whet dpo \S+ --loss reward"
     ):
         load_rl(make_config(halfway, reward_folder, tmp_path, reward_model=halfway.policy.init))
     with pytest.raises(ValueError, match="policy.model.is_reward comes from --loss reward"):

@@ -86,7 +86,7 @@ def test_a_warm_up_longer_than_the_run_is_said(warmup_steps: int, num_steps: int
     last = learning_rate(config, num_steps - 1, num_steps)
     assert bool(said) == bool(share)
     if share:
-        assert f"optim.warmup_steps = {warmup_steps} and the run has {num_steps} steps" in said
+        assert f"optim.warmup_steps = {warmup_steps} and the run has {num_steps} step" in said
         assert f"to {last:g} ({share} of optim.lr)" in said
 
 
