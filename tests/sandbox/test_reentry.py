@@ -253,10 +253,8 @@ def library(folder: Path, *, begins: bool) -> str:
     return f"{folder / 'library.py'}:"
 
 
-def test_a_file_that_starts_workers_when_imported_gives_its_function_nonetheless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
+def test_a_file_that_starts_workers_when_imported_gives_its_function_nonetheless(tmp_path: Path) -> None:
+    """With the module beside it, which the import of the file would find, too."""
     with GraderPool(library(tmp_path, begins=True) + "score", num_workers=1) as graders:
         (outcome,) = graders.map([(5,)])
     assert (outcome.value, outcome.message) == (16, "")

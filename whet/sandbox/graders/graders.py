@@ -215,7 +215,10 @@ class GraderPool:
             file = _file_of(spec)
             live = next((vars(m) for m in list(sys.modules.values()) if _path_of(m) == file), {})
             if file is not None:
-                self._settings |= {"spec": "", "parcel": ship_name(file, spec.rpartition(":")[2], live)}
+                parcel = ship_name(file, spec.rpartition(":")[2], live)
+                # Its folder is searched as an import of the file, and a run of it as a script, would.
+                path = [str(file.parent), *self._settings["sys_path"]]
+                self._settings |= {"spec": "", "parcel": parcel, "sys_path": path}
                 answer = self._launch()
         if error := answer["error"]:
             self._finalizer()
