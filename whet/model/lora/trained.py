@@ -435,10 +435,10 @@ def check_continued(adapter: Adapter, config: LoRAConfig) -> None:
         raise UserError(
             f"lora.{item.name} = {value}: the run trains {adapter.folder} on, whose own setting counts; leave it out"
         )
-    ranks = {side.lora_A.shape[0] // target.count for target, side in adapter.sides}
+    ranks: set[Any] = {side.lora_A.shape[0] // target.count for target, side in adapter.sides}
     ranks = ranks or {adapter.config.get("r"), *(adapter.config.get("rank_pattern") or {}).values()}
     if ranks != {config.rank}:
-        there = ", ".join(map(str, sorted(ranks)))
+        there = ", ".join(sorted(map(str, ranks)))
         raise UserError(
             f"lora.rank = {config.rank}: the run trains {adapter.folder} on, which has rank {there}; give that, or "
             f"merge it first (whet export {adapter.folder} --to merged --dtype f32 --out FOLDER)"
