@@ -163,7 +163,7 @@ POINTS: dict[str, list[str]] = {
     "grading": ["whet.train.rollout.rollout:grade", "whet.eval.measure:grade"],
     "backward": ["torch:Tensor.backward"],
     "optimizer": ["whet.train.optim.step:Optimizer._update"],
-    "checkpoint write": ["whet.storage.checkpoint:save_file"],
+    "checkpoint write": ["whet.storage.checkpoint:save_tensors"],
     "hash": ["whet.storage.commit:digest"],
     "fsync": ["os:fsync"],
     "rename": ["os:rename", "os:replace"],
