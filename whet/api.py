@@ -107,7 +107,7 @@ Rows = Iterable[Mapping[str, Any]]
 def python_words(text: str) -> str:
     """Return a message with its options as arguments of Python: `max_bad_rows=1` in place of `--task.max-bad-rows 1`,
     `algo={'uninformative': 'refill'}` where the field is one of a group that is given whole, and `whet.load('runs/a')`
-    in place of `--model runs/a`."""
+    for `--model runs/a`."""
 
     def argument(match: re.Match[str]) -> str:
         *outer, name = match[1].replace("-", "_").split(".")

@@ -442,7 +442,7 @@ def meant(name: str, fields: Collection[str]) -> str | None:
 
 
 def counts(name: str, field: str | None) -> str:
-    """Return what a field counts, for an error that suggests it in place of another library's name; '' if the same."""
+    """Return what a field counts, for an error that suggests it instead of another library's name; '' if equal."""
     what, names = UNITS.get(field or "", ("", ()))
     return f"it counts {what}" if name in names else ""
 

@@ -1107,7 +1107,7 @@ def own_sampling(policy: Policy, *, is_chat: bool = True) -> SamplingParams:
     if given.get("do_sample") is False:
         return SamplingParams(temperature=0.0)
     named = {name: given[name] for name in SAMPLING_NAMES if name in given}
-    with suppress(ValueError, TypeError):  # a file of somebody's own making
+    with suppress(ValueError, TypeError):  # a file written by hand
         if named:
             return SamplingParams(**named)
     if is_chat and not is_own(policy.tokenizer):

@@ -208,7 +208,7 @@ def idle_reason(
     if 2 * unscored > num_samples * len(rows):
         why = (
             f"rewards gave no score for {unscored:,.0f} of {num_samples * len(rows):,} samples: look for 'null' in "
-            "samples.jsonl and mend them"
+            "samples.jsonl and fix those rewards"
         )
     else:
         why = dead_reason(rows[-1])
