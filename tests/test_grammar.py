@@ -679,8 +679,12 @@ eval own --model my-model --task yes_no --data question.csv --dry-run | did you 
 eval own --model my-model --task nowhere.csv --dry-run | check --task
 compare my-model twin --data asked.jsonl --dry-run | name its column with --eval.task.answer, or compare what
 profile own --of sft --model my-model --data nowhere.csv --dry-run | check --data
+data nowhere.csv | 'openai/gsm8k'; check the name
+audit nowhere.csv | 'openai/gsm8k'; check the name
+data gsm8k --task.path nowhere | check --task.path
 dpo own --model my-model --data gone.jsonl --dry-run | check --data
 rl demo extra | unexpected argument 'extra'
+rl runs/demo-rll | no recipe, file or folder 'runs/demo-rll' for 'whet rl'; did you mean 'runs/demo-rl'?
 rl demo --safety x | --safety is a group of fields
 rl demo --judge.model x | judge.* is read with rewards.judge only
 rl demo --teacher.coef 2 | teacher.coef is read with a teacher only

@@ -34,6 +34,7 @@ from whet.config import (
     leaves,
     load_yaml,
     meant,
+    near_file,
     options,
     put,
     read_yaml,
@@ -249,7 +250,8 @@ def parse(
     _refuse_old(program, argv, positional)
     words, overrides, switches = _scan(argv, _SWITCHES | ({"--resume": "resume"} if resumable else {}))
     restarts, overrides = _take_restarts(overrides) if resumable and has_steps else (0, overrides)
-    if positional and words:
+    is_word = bool(positional and words)
+    if is_word:
         takes_all = get_origin(unwrap(leaves(config_class)[positional])[0]) is tuple
         taken = words if takes_all else words[:1]
         overrides, words = [(_flag(positional), taken), *overrides], words[len(taken) :]
@@ -289,6 +291,8 @@ def parse(
     written = {_long(config_class, option, overrides): option for option, _ in overrides}
     programs = [config_class, *(passes or {}).values()]
     spelt = {name: option for cls in reversed(programs) for name, option in _spelt(cls, overrides).items()}
+    if is_word and positional == "task.name" and "task.path" not in {option[2:] for option in written}:
+        spelt = {"task.path": "the name"} | spelt  # `whet data rows.csv`: no option was typed for its path
     overrides = [(_long(config_class, option, overrides), texts) for option, texts in overrides]
     for dotted, table in (presets or {}).items():
         if data.get(dotted) is None and any(option.startswith(f"--{dotted}.") for option, _ in overrides):
@@ -756,8 +760,9 @@ def _start(
             data = {"out": f"runs/{path.stem}", **data}
         return from_dict(cls, data, where=str(path)), str(path.parent) if is_run else ""
     if os.sep in recipe:
+        near = f"; {found}" if (found := near_file(recipe)) else ""
         raise UserError(
-            f"no recipe, file or folder {show(recipe)} for '{program}' ({program} --help lists all)"
+            f"no recipe, file or folder {show(recipe)} for '{program}'{near} ({program} --help lists all)"
         )
     raise unknown("recipe", recipe, program, list(recipes), help_command=f"{program} --help")
 

@@ -403,6 +403,16 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def near_file(path: str | Path) -> str:
+    """Ask whether another name in the folder of a missing file is meant; '' where none is like it."""
+    path = Path(path)
+    try:
+        near = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=1, cutoff=0.7)
+    except OSError:
+        near = []
+    return f"did you mean {str(path.parent / near[0])!r}?" if near else ""
+
+
 NEAR, NEAR_OPTION = 0.6, 0.75
 """Share of letters in common from which two names are near: at 0.6, '--budget-s' would be '--judge'."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from whet.config import Renamed, closest, counted, show
+from whet.config import Renamed, closest, counted, near_file, show
 from whet.model.vision.reading import Urls
 from whet.schema import AnswerType
 from whet.tasks.chess.formats import GAPS, Layout
@@ -32,7 +32,7 @@ from whet.tasks.made.shapes import shapes
 from whet.tasks.made.words import words
 from whet.tasks.math import MATH
 from whet.tasks.mixture import PART, Mixture
-from whet.tasks.read import ENDINGS, is_hub_name, near_file
+from whet.tasks.read import ENDINGS, is_hub_name
 from whet.tasks.sets import HUB_SETS
 from whet.tasks.symbolic import Symbolic
 from whet.tasks.user import UserTask, is_user_task

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from whet.config import near_file
 from whet.sandbox.graders.graders import num_cores
 from whet.sandbox.jobs import Verdict
 from whet.sandbox.programs import TestResult, TestsVerdict, run_python, run_tests
@@ -38,7 +39,6 @@ from whet.tasks.read import (
     check_split,
     division,
     is_hub_name,
-    near_file,
     read_jsonl,
     select_split,
 )

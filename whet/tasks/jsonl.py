@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from whet.config import near_file
 from whet.model.vision.reading import Urls, shown
 from whet.rewards.answers.equal import answers_equal
 from whet.rewards.answers.numbers import is_grouped, with_points
@@ -27,7 +28,6 @@ from whet.tasks.read import (
     first_row,
     has_semicolons,
     is_hub_name,
-    near_file,
     read_file,
     refuse_kind,
     select_files,

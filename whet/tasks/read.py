@@ -9,14 +9,12 @@ import hashlib
 import io
 import json
 import math
-import os
 import re
 import shlex
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -512,16 +510,6 @@ def check_split(split: str) -> None:
     """Refuse a name that is not a split."""
     if split not in ("train", "dev", "test"):
         raise UserError(f"split {split!r}: expected train, dev or test")
-
-
-def near_file(path: str | Path) -> str:
-    """Ask whether another name in the folder of a missing file is meant; '' where none is like it."""
-    path = Path(path)
-    try:
-        near = get_close_matches(path.name, sorted(os.listdir(path.parent)), n=1, cutoff=0.7)
-    except OSError:
-        near = []
-    return f"did you mean {str(path.parent / near[0])!r}?" if near else ""
 
 
 def is_hub_name(path: str) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+from whet.config import near_file
 from whet.model.vision.reading import Urls
 from whet.schema import AnswerType
 from whet.tasks.columns import NONE, image_column, images_of
@@ -18,7 +19,6 @@ from whet.tasks.read import (
     check_split,
     division,
     first_row,
-    near_file,
     read_file,
     select_files,
     split_of,
