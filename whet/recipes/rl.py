@@ -333,6 +333,23 @@ def gpt2_gsm8k() -> RLConfig:
     )
 
 
+def smollm2_gsm8k() -> RLConfig:
+    """DAPO on GSM8K from the fine-tuned SmolLM2-135M, with the options of a source that trained GPT-2 (hours)."""
+    return RLConfig(
+        out="runs/smollm2-gsm8k-rl",
+        policy=PolicyConfig(init="runs/smollm2-gsm8k-sft", max_rows=64),
+        task=TaskConfig(name="gsm8k"),
+        rewards={"correct": 1.0, "format": 0.5},
+        sampling=SamplingParams(max_new_tokens=256),
+        algo=AlgoConfig(clip_high=0.28, entropy_coef=0.01, entropy_coef_final=0.001),
+        optim=OptimConfig(lr=5e-6, schedule="cosine", warmup_steps=5, beta2=0.99),
+        num_steps=200,
+        num_prompts=8,
+        group_size=8,
+        save_every=20,
+    )
+
+
 def smollm2_words() -> RLConfig:
     """GRPO on word problems from SmolLM2-135M-Instruct as it is: no fine-tuning, right answers pay (ten minutes)."""
     return RLConfig(
@@ -511,6 +528,7 @@ RECIPES: dict[str, Callable[[], RLConfig]] = {
     "rookworld-124m-a": rookworld_124m_a,
     "stories260k-gsm8k": stories260k_gsm8k,
     "gpt2-gsm8k": gpt2_gsm8k,
+    "smollm2-gsm8k": smollm2_gsm8k,
     "smollm2-words": smollm2_words,
     "qwen2.5-0.5b-math": qwen25_05b_math,
     "qwen2.5-1.5b-math": qwen25_15b_math,
