@@ -161,13 +161,37 @@ def test_spreadsheets_unicode_text_is_read_and_half_of_it_refused(order: str, tm
 
 
 @needs("iconv")
-def test_the_command_that_makes_utf_8_of_an_excel_file_works(tmp_path: Path) -> None:
-    excel = write(tmp_path, "Frage;Antwort\nÄnne hat 3 Nüsse.;3\n".encode("cp1252"), "aufgaben.csv")
+@pytest.mark.parametrize(
+    ("code", "text", "told"),
+    [
+        ("cp1252", "Änne hat 3 Nüsse, und es gibt 2 Äpfel für 1 €.", "if 'Nüsse' is right: iconv"),
+        ("cp1252", "Le père a payé 3 € à Zoë.", "if 'père' is right (cp1250: 'pčre'): iconv"),
+        (
+            "cp1252",
+            "¿Cuántos años tiene el niño? Doña Inés: 3 m³",
+            "if '¿Cuántos' is right (cp1250: 'żCuántos'): iconv",
+        ),
+        ("cp1250", "Paweł ma 9 jabłek i książkę", "if 'książkę' is right (cp1252: 'ksi¹¿kê'"),
+        ("cp1250", "Příklad: kolik je hrušek a třešní?", "if 'Pøíklad' is right (cp1250: 'Příklad'): iconv"),
+        ("cp1254", "Ayşe'nin 9 elması var, ağaçta 5 kuş", 'cp1254: "Ayşe\'nin"'),
+        ("cp1251", "У Пети 9 яблок, сколько осталось?", "if 'осталось?' is right: iconv"),
+        ("cp1253", "Ο Γιάννης έχει 9 μήλα", "cp1253: 'Γιάννης'"),
+        ("cp932", "りんごが九個あります。いくつ残りますか", "if 'りんごが九個あります"),
+        ("gbk", "小明有九个苹果，还剩多少？", "小明有九个苹果"),
+        ("cp949", "철수는 사과가 아홉 개 있다", "cp949: '철수는'"),
+    ],
+)
+def test_a_file_of_a_code_page_is_shown_as_it_would_read(
+    code: str, text: str, told: str, tmp_path: Path
+) -> None:
+    excel = write(tmp_path, f'Frage;Antwort\n"{text}";3\n'.encode(code), "aufgaben.csv")
     with pytest.raises(UserError, match="not CSV in UTF-8") as caught:
         first_row(excel)  # before columns are asked for
+    assert told in str(caught.value)
     command = str(caught.value).rpartition(": ")[2]
-    assert subprocess.run(command, shell=True, check=False).returncode == 0
-    assert first_row(tmp_path / "aufgaben-utf8.csv")["Frage"] == "Änne hat 3 Nüsse."
+    if f"-f {code} " in command:  # else the line names it beside the first
+        assert subprocess.run(command, shell=True, check=False).returncode == 0
+        assert first_row(tmp_path / "aufgaben-utf8.csv")["Frage"] == text
 
 
 @pytest.mark.parametrize("above", ["sep=;\r\n", "\ufeffsep=;\n", ""])

@@ -142,13 +142,58 @@ def read_csv(
     return sift(path.name, rows(), required, max_bad_rows, check, max_rows)
 
 
+_CODE_PAGES = ("cp932", "gbk", "cp949", "cp1251", "cp1253", "cp1252", "cp1250", "cp1254")
+"""What Windows writes: Japanese, Chinese, Korean; Cyrillic, Greek; Western, Central European, Turkish."""
+_ASIAN, _LATIN = _CODE_PAGES[:3], _CODE_PAGES[5:]
+_SUITS = re.compile(
+    r"[^\W\d_\uff61-\uff9f\uffa0-\uffdf]|(?<!\w)[¿¡]|(?<=m)[²³](?!\w)|[«»„“”‘’‚‹›–—…•€£°º№¼½¾×÷·\u00a0\u3000-\u303f\uff00-\uff60]"
+)
+"""Letters, and marks in their places; Polish read as Western has others inside words: `Pawe³`."""
+
+
 def _no_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
-    """Return the error for another encoding, which is not guessed: any bytes are letters in some code page."""
+    """Return the error for another encoding, which is not guessed: any bytes are letters in some code page.
+
+    It shows a word as the likeliest code page has it, and as up to two others have it.
+    """
+    sample = b"".join(line for _, (_, line) in zip(range(1000), _lines(path), strict=False))
+    pages = _likely_pages(sample)
+    words = [word for word in re.split(rb"[\s;,.:\"]+", sample) if not word.isascii()]
+    read = {page: [word.decode(page, "replace") for word in words] for page in pages}
+    longest = sorted(range(len(words)), key=lambda at: -len(words[at]))[:100]
+    shown = max(longest, key=lambda at: len({read[page][at] for page in pages}))
+    first, *others = pages
+    other = ", ".join(f"{page}: {read[page][shown]!r}" for page in others if read[page] != read[first])
     new = path.with_name(f"{path.stem}-utf8{path.suffix}")
     return UserError(
-        f"{path.name}: not CSV in UTF-8 ({error}); save the file as UTF-8, or, of a Western Windows: "
-        f"iconv -f cp1252 -t utf-8 {shlex.quote(str(path))} > {shlex.quote(str(new))}"
+        f"{path.name}: not CSV in UTF-8 ({error}); save the file as UTF-8, or, if {read[first][shown]!r} is right"
+        f"{f' ({other})' if other else ''}: "
+        f"iconv -f {first} -t utf-8 {shlex.quote(str(path))} > {shlex.quote(str(new))}"
     )
+
+
+def _likely_pages(sample: bytes) -> list[str]:
+    """Return up to three code pages in which most characters beyond ASCII are letters, the likeliest first.
+
+    Accents stand alone in Latin words, and whole words of other scripts are beyond ASCII.
+    """
+    runs = re.findall(rb"[\x80-\xff]+", sample)
+    is_latin = sum(map(len, runs)) < 2.5 * len(runs)
+
+    def share(page: str) -> float:
+        try:
+            text = sample.decode(page)
+        except UnicodeDecodeError:
+            return 0.0
+        suit = sum(not match.group().isascii() for match in _SUITS.finditer(text))
+        return suit / sum(not char.isascii() for char in text)
+
+    found = {page: share(page) for page in (_LATIN if is_latin else _CODE_PAGES[:5])}
+    if any(found.get(page, 0) > 0.9 for page in _ASIAN):  # other bytes hardly ever make whole pairs
+        found = {page: value for page, value in found.items() if page in _ASIAN}
+    return sorted((page for page in found if found[page]), key=lambda page: -round(found[page], 1))[:3] or [
+        "cp1252"
+    ]
 
 
 def _csv_rows(path: Path) -> Iterable[dict[str | Any, Any]]:
