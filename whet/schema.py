@@ -22,6 +22,7 @@ from whet.rewards.answers.extract import (
     from_hashes,
     own_turn,
 )
+from whet.rewards.answers.texts import Column
 from whet.types import UserError
 
 AnswerPlace = Literal["tag", "boxed", "hashes", "anywhere", "whole"]
@@ -31,6 +32,8 @@ FormatVerdict = Literal["perfect", "partial", "none"]
 
 CALLS = "calls"
 """Label in a problem's `meta`: JSON list of the (input, result) pairs that solve it with the tools."""
+COLUMN = "column"
+"""Label in a problem's `meta`: what most gold answers of its data are, where that decides how one is read."""
 
 ANSWER_TYPE_WORDS: dict[str, str] = {
     "number": "your final answer as a single number",
@@ -300,16 +303,17 @@ class ResponseSchema:
             text = text[end:]
         return [*pieces, (text, True)]
 
-    def render(self, thinking: str, answer: str) -> str:
+    def render(self, thinking: str, answer: str, column: Column = "") -> str:
         """Write the ideal completion: what follows `generation_prefix`, up to the answer in its place.
 
         Args:
             thinking: The worked solution. In one that has a thinking block (the schema's, or `<think>` as R1 writes
                 it), that block is the thinking, and what follows it stands before a boxed or marked answer.
             answer: The gold answer; not written twice where the solution ends with it in its place.
+            column: What the data set's answers are, as the grader reads them: `8,4` ends with `8,40`.
         """
         if not self.think_open:
-            return self._with_answer(thinking, answer)
+            return self._with_answer(thinking, answer, column)
         written = ""
         for opening, closing in (self.tags[:2], THINK):
             head, found, rest = thinking.partition(closing)
@@ -320,15 +324,15 @@ class ResponseSchema:
             block = self.answer_open + answer + self.answer_close
             thinking, end = thinking.removesuffix(block), block
         else:
-            end = self._with_answer(written.strip(), answer)
+            end = self._with_answer(written.strip(), answer, column)
             end = f"\n\n{end}" if end else ""
         opening = "" if self.opening_in_prompt else self.think_open
         return f"{opening}{thinking}{self.think_close}{end}"
 
-    def _with_answer(self, text: str, answer: str) -> str:
+    def _with_answer(self, text: str, answer: str, column: Column) -> str:
         """End a text with the answer in its place, unless it ends with it already, in any spelling (`2 800`)."""
         found = self._find(text) if text else None
-        if found is not None and (found == answer.strip() or answers_equal(found, answer)):
+        if found is not None and (found == answer.strip() or answers_equal(found, answer, column=column)):
             return text
         ends = {
             "tag": f"{self.answer_open}{answer}{self.answer_close}",

@@ -244,6 +244,16 @@ def test_solutions_that_get_a_sentence_with_their_answer_are_counted(
         "(whet data shows it)"
     ]
     assert not any("no solution" in note for note in demonstrate(policy, rows[::3]).notes)
+    comma = Problem(
+        uid="c",
+        task="t",
+        prompt="q",
+        answer="8,40 zł",
+        solution="Odpowiedź: 8,4 zł",
+        meta={"column": "comma"},
+    )
+    assert demonstrate(policy, [comma]).num_extended == 0
+    assert policy.solution_text(comma) == comma.solution  # as the grader reads it
 
 
 def test_what_does_not_fit_is_left_out_or_cut_at_whole_turns(make: Callable[..., PolicyConfig]) -> None:

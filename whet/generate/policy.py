@@ -53,7 +53,18 @@ from whet.model.weights import (
     stored_shape,
     train_tower,
 )
-from whet.schema import BOX, CALLS, HASHES, MARKS, SCHEMAS, THINK, AnswerType, ResponseSchema, find_schema
+from whet.schema import (
+    BOX,
+    CALLS,
+    COLUMN,
+    HASHES,
+    MARKS,
+    SCHEMAS,
+    THINK,
+    AnswerType,
+    ResponseSchema,
+    find_schema,
+)
 from whet.types import MicroBatch, Problem, UnreadError, UserError
 
 INHERIT = "inherit"
@@ -521,7 +532,8 @@ class Policy:
         if thinking is None:
             calls = problem.meta.get(CALLS) if self.schema.tools else None
             thinking = problem.solution if calls is None else self.schema.render_calls(json.loads(calls))
-        text = self.schema.render(thinking, problem.answer)
+        column: Any = problem.meta.get(COLUMN, "")
+        text = self.schema.render(thinking, problem.answer, column)
         ending = self.tokenizer.ending()
         if ending[-1:].isspace() and ending.rstrip().endswith(self.schema.generation_prefix or "\n"):
             text = text.lstrip("\n")  # the template breaks the line after its opening tag

@@ -13,7 +13,7 @@ from whet.model.vision.reading import Urls, shown
 from whet.rewards.answers.equal import answers_equal
 from whet.rewards.answers.numbers import is_grouped, with_points
 from whet.rewards.answers.texts import Column, column_of
-from whet.schema import AnswerType
+from whet.schema import COLUMN, AnswerType
 from whet.tasks.choice import has_options
 from whet.tasks.columns import Columns, Content, accepted_in, read_row, recognise
 from whet.tasks.hub import TEST, TRAIN, Part, find_parts, hub_rows
@@ -40,8 +40,6 @@ from whet.types import Problem, UserError, problem_uid
 
 SHOWN = 160
 """Characters of the sample row that `Jsonl.recognised` shows of each field."""
-COLUMN = "column"
-"""Label in a problem's `meta`: what most gold answers of its data are, where that decides how one is read."""
 TOOLS, CALLS = "tools", "tool_calls"
 """Labels in a problem's `meta`: JSON list of tool definitions, and of the calls that its reply makes."""
 

@@ -15,7 +15,8 @@ from typing import Any
 from whet.eval.grade import judge_answers
 from whet.rewards.answers.numbers import both_with_points
 from whet.sandbox.graders.graders import GraderPool
-from whet.tasks.jsonl import COLUMN, meant_answer
+from whet.schema import COLUMN
+from whet.tasks.jsonl import meant_answer
 from whet.tasks.selftest import mutated_answer, rewritten_answers
 from whet.types import Problem, Task, UserError
 
