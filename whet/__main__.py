@@ -372,7 +372,7 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
 def _perform(name: str, argv: Sequence[str], program: Program, parsed: cli.Parsed[Any]) -> int:
     """Do what a command line asks for."""
     config = parsed.config
-    if program.sized is not None and parsed.recipe == "own":
+    if program.sized is not None and parsed.recipe in ("own", ""):
         config = program.sized(config, parsed.typed)
     if parsed.print_config:
         print(cli.dump_yaml(config), end="")

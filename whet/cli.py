@@ -162,7 +162,8 @@ class Program:
             nothing.
         before: Compares a run with the memory at hand: refuses it, or returns warnings.
         prints_config: Whether --dry-run prints the config; not where it is that of several programs.
-        sized: Fits a config to this machine, for recipes of one's own: `sized(config, typed)` changes no typed field.
+        sized: Fits a config to this machine, for recipes of one's own, and commands without
+            recipes: `sized(config, typed)` changes no typed field.
     """
 
     config_class: type[Any]

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from whet.__main__ import main
 from whet.algo.packing import TrainingSequence, pack
 from whet.compress.quantize import methods, quantize
 from whet.compress.quantize.measure import (
@@ -602,6 +604,28 @@ def test_what_is_ended_while_it_measures_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         quantize.main(config)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "level"),
+    [
+        ((), "words", 2),
+        (("--task", "arithmetic"), "arithmetic", 0),
+    ],
+)
+def test_a_run_is_measured_on_its_own_task(
+    given: tuple[str, ...],
+    kind: str,
+    level: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("task:\n  name: words\n  level: 2\n")
+    assert main(["quantize", str(run), "--out", str(tmp_path / "small"), *given, "--print-config"]) == 0
+    task = yaml.safe_load(capsys.readouterr().out)["task"]
+    assert (task["name"], task["level"]) == (kind, level)
 
 
 def test_solutions_that_exceed_the_context_are_left_out_before_anything_is_read(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from whet.config import Renamed, closest, counted, near_file, show
+from whet.config import Renamed, closest, counted, from_dict, near_file, read_yaml, show
 from whet.model.vision.reading import Urls
 from whet.schema import AnswerType
 from whet.tasks.chess.formats import GAPS, Layout
@@ -242,6 +242,13 @@ class TaskConfig:
                 if any(item.name in _options(_task_of(label)) - {"path"} for label in self.weights):
                     by += " where its parts read data"
                 raise UnreadError(f"task.{item.name} is not read by {by}; leave it out", item.name)
+
+
+def task_of(folder: str | Path) -> TaskConfig | None:
+    """Return the task that a run was trained on, by its config; None for what is no run with a task."""
+    path = Path(folder) / "config.yaml"
+    found = read_yaml(path).get("task") if path.is_file() else None
+    return from_dict(TaskConfig, found, where=str(path)) if isinstance(found, dict) else None
 
 
 def _no_file(name: str) -> str:

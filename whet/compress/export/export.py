@@ -21,7 +21,7 @@ from whet.compress.export import importance as importances
 from whet.compress.export.kquants import K_TYPES
 from whet.compress.export.prompt import modelfile, unlike_ollama, whole_template
 from whet.compress.export.vocabulary import Vocabulary, express
-from whet.config import cache_folder, counted, from_dict, read_yaml, temporary_folder
+from whet.config import cache_folder, counted, temporary_folder
 from whet.eval.evaluate import take_problems
 from whet.generate.policy import (
     SAMPLING_NAMES,
@@ -43,7 +43,7 @@ from whet.model.text.tokenizer import Tokenizer
 from whet.model.weights import load_model, without_rows
 from whet.storage.commit import new_folder
 from whet.storage.folder import next_line
-from whet.tasks.base import TaskConfig, load_task
+from whet.tasks.base import TaskConfig, load_task, task_of
 from whet.types import UserError
 
 Kind = Literal["hf", "merged", "adapter", "gguf", "ollama", "mlx"]
@@ -298,12 +298,8 @@ def prompts(
     Raises:
         UserError: If there is none.
     """
-    own = Path(config.policy.init) / "config.yaml"
-    task = TaskConfig(name=config.task) if config.task else None
+    task = TaskConfig(name=config.task) if config.task else task_of(config.policy.init)
     texts: list[parity.Chat] = []
-    if task is None and own.is_file():
-        found = read_yaml(own).get("task")
-        task = from_dict(TaskConfig, found, where=str(own)) if isinstance(found, dict) else None
     if task is not None:
         loaded = load_task(task)
         count = config.num_prompts if count is None else count

@@ -7,8 +7,8 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ from whet.model.lora.files import find_model
 from whet.model.quant import QUANTIZATION, packed_parts, packed_size, places
 from whet.model.transformer import LanguageModel
 from whet.storage.folder import beside, check_folder, next_line, open_run
-from whet.tasks.base import TaskConfig, load_task
+from whet.tasks.base import TaskConfig, load_task, task_of
 from whet.telemetry.display import advancing, clock, open_display
 from whet.telemetry.provenance import write_environment
 from whet.train.data.demonstrations import demonstrate, kind_of, sequences_of
@@ -67,7 +67,7 @@ class QuantizeConfig:
     """The model."""
     task: TaskConfig = field(default_factory=TaskConfig)
     """What the model is to remain good at: a task with answers, conversations or texts. Calibrated on its train split,
-    compared on its test split."""
+    compared on its test split. On the command line by default a run's own task."""
     budget: str = "4.5bits"
     """What the weights may take: bits for each weight of the layers (4.5bits; all NF4 takes 4.13), a share of the model
     in 16 bits (30%), or bytes of all weights (350MB, 1.2GiB)."""
@@ -118,6 +118,13 @@ class QuantizeConfig:
         parse_budget(self.budget, 1, 1, 0)
 
 
+def on_own_task(config: QuantizeConfig, typed: Collection[str]) -> QuantizeConfig:
+    """Return the config with the task that a run was trained on, where no option names one."""
+    if any(name.partition(".")[0] == "task" for name in typed):
+        return config
+    return replace(config, task=task_of(config.policy.init) or config.task)
+
+
 def main(config: QuantizeConfig) -> None:
     """Write the folder and print the tables.
 
@@ -150,7 +157,8 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
     began = time.monotonic()
 
     num_texts = sum(map(len, rows.values()))
-    with open_display(f"quantize {config.policy.init}", num_texts, (), unit="text") as display:
+    title = f"quantize {config.policy.init} on {task.name} {config.task.path}".rstrip()
+    with open_display(title, num_texts, (), unit="text") as display:
         display.begin("calibration text")
         advance = advancing(display)
         sequences = {split: _sequences(policy, problems, config, advance) for split, problems in rows.items()}
@@ -532,4 +540,6 @@ def _way(option: Mapping[str, Any]) -> str:
     return " ".join(filter(None, (option["kind"], option["method"])))
 
 
-PROGRAM = Program(config_class=QuantizeConfig, main=main, check=check, positional="policy.init")
+PROGRAM = Program(
+    config_class=QuantizeConfig, main=main, check=check, positional="policy.init", sized=on_own_task
+)
