@@ -78,6 +78,17 @@ PROBLEMS = [
         "95% of the signal comes from the reward 'format'",
         "lower its weight",
     ),
+    (
+        {
+            "rl/correct": 0.0,
+            "rl/format": 0.4,
+            "rl/signal/correct": 0.0,
+            "rl/signal/format": 0.5,
+            "rl/signal/mine": 0.5,
+        },
+        "no answer was right in five steps",
+        "fine-tune first (whet sft)",
+    ),
 ]
 
 

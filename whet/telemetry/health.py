@@ -160,6 +160,11 @@ def _signal_problems(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
             problems["share"] = (
                 f"{share:.0%} of the signal comes from the reward '{reward}' while answers are wrong: lower its weight"
             )
+        elif share > 0 and "rl/signal/correct" in shares and _mean(rows, "rl/correct", missing=1.0) == 0:
+            problems["wrong"] = (
+                "no answer was right in five steps, so the other rewards alone are learned: fine-tune first "
+                "(whet sft), or use easier problems"
+            )
     return problems
 
 
