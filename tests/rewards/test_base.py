@@ -163,7 +163,7 @@ def fits(problem, completion, unit=2, *more, **kwargs):
             "both",
             "both(prompts, completions, **kwargs) cannot be called as both(problem, completion); as TRL's",
         ),
-        ("one", "one(completion) cannot be called as one(problem, completion)"),
+        ("one", "as one(problem, completion); begin it with: def one(problem, completion):"),
     ],
 )
 def test_a_function_that_takes_something_else_is_refused_at_once(

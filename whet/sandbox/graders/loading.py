@@ -86,6 +86,8 @@ def check_parameters(function: Callable[..., Any], names: Sequence[str]) -> None
             "; as TRL's rewards it takes lists and returns a list: wrap it, `def one(problem, completion): return "
             f"{name}(prompts=[problem.prompt], completions=[completion])[0]`, with what else it reads"
         )
+    elif name.isidentifier():
+        message += f"; begin it with: def {called}:"
     raise LoadError(message)
 
 
