@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -359,6 +359,19 @@ def test_a_spent_request_budget_stops_the_run_and_keeps_the_scores(server: Serve
     with make(server, max_requests=3, cache=path) as judge:
         assert judge.score(items) == [0.1, 0.2, 0.3, 0.4, 0.5]
         assert judge.stats.requests == 2
+
+
+def test_a_resumed_run_counts_on_and_has_its_budget_anew(server: Server) -> None:
+    with make(server, max_requests=2) as judge:
+        judge.score([(problem(), "x")])
+        # Unreadable lines of the cache are found anew at each start.
+        earlier = asdict(judge.stats) | {"corrupt_lines": 3}
+    with make(server, max_requests=2) as judge:
+        judge.restore(earlier)
+        judge.score([(problem(), "xx"), (problem(), "xxx")])
+        assert (judge.stats.requests, judge.stats.tokens, judge.stats.corrupt_lines) == (3, 30, 0)
+        with pytest.raises(UserError, match=r"judge\.max_requests = 2 is spent \(2 requests, "):
+            judge.score([(problem(), "xxxx")])
 
 
 def test_a_spent_token_budget_stops_the_run(server: Server) -> None:

@@ -105,6 +105,17 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
+def test_a_resumed_run_counts_the_judge_s_requests_on(
+    tiny_policy: PolicyConfig, tmp_path: Path, server: Server
+) -> None:
+    config = make_config(tiny_policy, tmp_path, server.url, num_steps=2)
+    train(config)
+    train(replace(config, num_steps=4), resume=True)
+    counts = [row["rl/judge_requests"] for row in rows(tmp_path, "metrics.jsonl")]
+    assert 0 < counts[1] < counts[2]
+    assert server.num_requests <= counts[-1]
+
+
 @pytest.mark.ci
 def test_a_run_with_a_judge(tiny_policy: PolicyConfig, tmp_path: Path, server: Server) -> None:
     train(make_config(tiny_policy, tmp_path / "a", server.url))

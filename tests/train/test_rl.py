@@ -948,6 +948,34 @@ def test_rewards_that_fail_are_told_of_at_the_first_and_at_every_doubling() -> N
     assert failures.count == 9
 
 
+def test_failures_of_rewards_are_counted_on_in_a_resumed_run(
+    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text("def mine(problem, text):\n    return 1 / (len(text) % 3)\n")
+    own = {"reward": (f"{tmp_path}/mine.py:mine=0.5",), "preflight": "warn"}
+    config = make_config(tiny_policy, tmp_path / "straight", save_every=1, num_steps=4, **own)
+    train(config)
+    broken = replace(config, out=str(tmp_path / "broken"))
+    original = Objective.update
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        if options["step"] == 2:
+            raise CrashError
+        return original(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Objective, "update", fail)
+        with pytest.raises(CrashError):
+            train(broken)
+    train(broken, resume=True)
+    counts = [row["rl/reward_failures"] for row in metrics(tmp_path / "broken")]
+    assert counts == [row["rl/reward_failures"] for row in metrics(tmp_path / "straight")]
+    assert 0 < counts[1] < counts[3]
+    warned = [(tmp_path / name / "warnings.jsonl").read_text() for name in ("straight", "broken")]
+    assert warned[0] == warned[1]
+    assert "gave no score" in warned[0]
+
+
 def test_a_kl_above_its_limit_stops_the_run(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     config = make_config(tiny_policy, tmp_path)
     config = replace(config, algo=replace(config.algo, kl="k3_loss", kl_coef=0.01, kl_stop=0.5))

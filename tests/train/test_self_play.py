@@ -103,6 +103,7 @@ def test_games_go_on_by_the_policys_moves() -> None:
     other = order_of(task)
     other.cursor = order.cursor
     other.load_state(order.state())
+    assert other.wait_seconds == order.wait_seconds > 0
     assert other.next(8) == order.next(8)
 
 

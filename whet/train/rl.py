@@ -188,13 +188,24 @@ def _steps(config: RLConfig, resume: Resume) -> Generator[TrainStep, None, Polic
         trust = Trust(config, probe, judge)
         if saved:
             trust.restore(saved[1])
+            failures.restore(saved[1].get("failures", {}))
+            if judge is not None:
+                judge.restore(saved[1].get("judge", {}))
 
         def training() -> Held:
             return objective.tensors(), {"objective": objective.state()}
 
-        def held(source_state: Callable[[], dict[str, Any]] = source.state) -> Held:
+        def counts() -> dict[str, Any]:
+            judged = {} if judge is None else {"judge": asdict(judge.stats)}
+            return {"failures": failures.state(), **judged}
+
+        def held(
+            source_state: Callable[[], dict[str, Any]] = source.state, counted: dict[str, Any] | None = None
+        ) -> Held:
             tensors, state = training()
-            return tensors, {**state, "source": source_state(), "dead_steps": trust.dead_steps}
+            waiting = source_state()  # first: rewards may still be failing while it waits for the samples
+            counted = counts() if counted is None else counted
+            return tensors, {**state, **counted, "source": waiting, "dead_steps": trust.dead_steps}
 
         notes = [policy.describe_prompts(), f"sampler vs trainer: {probe}", *notes]
         with tracking, run.open(f"rl {task.name}", notes=notes, warnings=warnings), closing(source):
@@ -207,7 +218,10 @@ def _steps(config: RLConfig, resume: Resume) -> Generator[TrainStep, None, Polic
                 with span("step"):
                     began = time.monotonic()
                     run.beat("sample", source.how_far)
-                    with run.before_update(partial(held, source.snapshot())), gathered(policy.model):
+                    with (
+                        run.before_update(partial(held, source.snapshot(), counts())),
+                        gathered(policy.model),
+                    ):
                         collected = source.next(step, partial(objective.add, progress=run.progress))
                     groups = trained_groups(collected, config)
                     metrics = sampled_metrics(collected, config, step, judge, failures)
@@ -428,6 +442,19 @@ class Failures:
     def count(self) -> int:
         """Failures of all rewards so far."""
         return sum(failures.count - self._before[name] for name, failures in self._failures.items())
+
+    def state(self) -> dict[str, Any]:
+        """Return failures and those told of by reward, as JSON values, for a checkpoint."""
+        return {
+            name: [failures.count - self._before[name], self._shown[name]]
+            for name, failures in self._failures.items()
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Count on from what `state` returned."""
+        for name in self._failures.keys() & state.keys():
+            count, self._shown[name] = state[name]
+            self._before[name] -= count
 
     def news(self) -> Iterator[str]:
         """Yield a warning for each reward that should be told of now."""

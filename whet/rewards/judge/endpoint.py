@@ -48,7 +48,7 @@ FIRST_CONTACT = (ConnectionRefusedError, socket.gaierror, ssl.SSLError)
 
 @dataclass(frozen=True, slots=True)
 class JudgeStats:
-    """What judging took so far, in this process.
+    """What judging took so far.
 
     Attributes:
         requests: Requests sent, retries included.

@@ -9,9 +9,9 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -237,6 +237,7 @@ class Judge:
         self._meter = Meter(config.max_requests, config.max_tokens)
         self._cache = VerdictCache(config.cache, config.scale)
         self._meter.add(corrupt_lines=self._cache.num_corrupt)
+        self._earlier: Mapping[str, int] = {}
         self._pending: dict[str, Future[float | None]] = {}
         self._lock = threading.Lock()
         self._ask_batch = ask_batch
@@ -255,8 +256,13 @@ class Judge:
 
     @property
     def stats(self) -> JudgeStats:
-        """Requests, tokens and time of judging so far."""
-        return self._meter.stats
+        """Requests and tokens of judging so far, over all starts of the run."""
+        own = asdict(self._meter.stats)
+        return JudgeStats(**{name: count + self._earlier.get(name, 0) for name, count in own.items()})
+
+    def restore(self, earlier: Mapping[str, int]) -> None:
+        """Count on from the `stats` of a run's earlier starts; the budget begins anew, and so do the cache's lines."""
+        self._earlier = {**earlier, "corrupt_lines": 0}
 
     def check(self, problem: Problem, ideal: str) -> None:
         """Check before the run that the judge is reachable and tells a perfect completion from an empty one.

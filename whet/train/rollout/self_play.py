@@ -184,6 +184,7 @@ class SelfPlayOrder:
             "buffer": [[position.fen, list(position.history)] for position in self._buffer],
             "seats": [[seat.fen, list(seat.history), seat.plies, seat.number] for seat in self._seats],
             "counts": [self._num_played, self._num_finished],
+            "wait_seconds": self.wait_seconds,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -193,6 +194,7 @@ class SelfPlayOrder:
             _Seat(fen, tuple(history), plies, number) for fen, history, plies, number in state["seats"]
         ]
         self._num_played, self._num_finished = state["counts"]
+        self.wait_seconds = float(state.get("wait_seconds", 0.0))
         self._search([seat.fen for seat in self._seats])
 
     def _begun(self, place: int, number: int) -> _Seat:
