@@ -138,6 +138,16 @@ def test_every_kind_of_cut_is_mended(
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
+def test_its_seconds_are_those_of_all_starts(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "broken"
+    main(make_config(tiny_policy, whole))
+    rows = (whole / SAMPLES).read_bytes()
+    interrupt(whole, folder, len(rows), 3)
+    main(make_config(tiny_policy, folder), resume=True)  # only the result was missing
+    found = json.loads((folder / "eval.json").read_text())
+    assert found["seconds"] >= found["generation_seconds"] > 0
+
+
 def test_a_damaged_chunk_is_found_and_sampled_again(
     tiny_policy: PolicyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,7 +40,12 @@ def write_run(
     for step in (1, 2, 3):
         last = step == 3
         row = {"stage": "rl", "step": step, "rl/loss": loss if last else 0.5, "rl/grad_norm": 1.0}
-        noise = {"time_s": id(out), "rl/train_seconds": id(out), "hardware/power_w/cpu": id(out)}
+        noise = {
+            "time_s": id(out),
+            "run_time_s": id(out),
+            "rl/train_seconds": id(out),
+            "hardware/power_w/cpu": id(out),
+        }
         metrics.append(row | noise)
         for index in range(2):
             value = logprob if last and index else -1.0

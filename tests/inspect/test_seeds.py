@@ -123,6 +123,14 @@ def test_the_dead_are_told_from_the_slow(
     assert reason is None if expected is None else expected in (reason or "")
 
 
+def test_seconds_to_a_threshold_leave_out_the_pause_before_a_resume() -> None:
+    curve = Curve("rl/correct")
+    for step in range(1, 5):
+        times = {"time_s": 1000.0 * step, "run_time_s": 10.0 + 2 * step}
+        curve.add({"step": step, "rl/correct": step / 4, **times})
+    assert first_reach(curve, 0.75, window=1) == (3, 4.0)
+
+
 def test_flat_steps_count_only_without_a_gap() -> None:
     curve = make_curve(ramp(0.1, 0.2, 9), 1.0)
     curve.add({"step": 10, "time_s": 1.0, "rl/correct": 0.2, "rl/zero_variance_groups": 0.9})

@@ -119,6 +119,16 @@ def test_status_goes_by_the_clock(tmp_path: Path) -> None:
     assert run_status(tmp_path, rows, 9e9)["kind"] == "finished", "its own row of metrics is old"
 
 
+def test_the_time_left_is_told_without_the_pause_before_a_resume(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("num_steps: 12\n")
+    rows = [
+        {"step": 1, "time_s": 1000.0, "run_time_s": 10.0},
+        {"step": 2, "time_s": 9000.0, "run_time_s": 40.0},
+    ]
+    found = run_status(tmp_path, rows, 9001.0)["text"]
+    assert found == "running · step 2 of 12 · last row 1 s ago · about 5 min left"
+
+
 def test_a_summary_newer_than_the_metrics_ends_a_run(tmp_path: Path) -> None:
     write(tmp_path, range(1, 6))
     last_s = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["time_s"]

@@ -153,6 +153,19 @@ def test_a_finished_run(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "run" / "report.md").read_text().startswith("# run")
 
 
+def test_what_a_run_took_leaves_out_the_pause_before_its_resume(tmp_path):
+    folder = make_run(tmp_path / "run")
+    rows = metric_rows(20)
+    for number, row in enumerate(rows):
+        row |= {"time_s": row["time_s"] + 86_400 * (number >= 10), "run_time_s": 15.0 + 10 * number}
+    write_lines(folder / "metrics.jsonl", rows)
+    assert "took 3 min 25 s" in text_of(page_of(folder))
+    write_lines(
+        folder / "metrics.jsonl", [{**rows[0], "run_time_s": None}, *rows[1:]]
+    )  # begun by an earlier version
+    assert "took 24 h 3 min" in text_of(page_of(folder))
+
+
 def test_the_interval_of_a_headline_number_is_over_groups(tmp_path):
     run = make_run(tmp_path / "run", num_steps=1)
     rows = [

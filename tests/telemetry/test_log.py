@@ -356,12 +356,14 @@ def test_the_metrics_page_names_every_metric():
 
 
 def test_rows_that_anybody_wrote_come_into_one_shape():
-    row = {"stage": "rl", "step": 3.0, "time_s": 1e9, "a/x": 1, "a/null": None, "a/huge": 10**400, "plain": 1}
+    row = {"stage": "rl", "step": 3.0, "time_s": 1e9, "run_time_s": 60, "a/x": 1, "a/null": None, "plain": 1}
+    row["a/huge"] = 10**400
     odd = {"a/text": "1", "a/list": [1], "a/map": {}, "a/true": True}
     assert clean_metrics(row | odd) == {
         "stage": "rl",
         "step": 3,
         "time_s": 1e9,
+        "run_time_s": 60.0,
         "a/x": 1.0,
         "a/null": None,
         "a/huge": None,
@@ -370,5 +372,6 @@ def test_rows_that_anybody_wrote_come_into_one_shape():
         "stage": "",
         "step": 1,
         "time_s": None,
+        "run_time_s": None,
     }
     assert [clean_metrics({"step": step}) for step in (None, "1", True, math.nan, 2**53, [1])] == [None] * 6

@@ -22,7 +22,7 @@ from whet.generate.policy import PolicyConfig, load_policy
 from whet.storage.checkpoint import saved_steps
 from whet.tasks.base import TaskConfig
 from whet.tasks.made.arithmetic import Arithmetic
-from whet.train import sft
+from whet.train import fit, sft
 from whet.train.optim.safety import SafetyConfig
 from whet.train.optim.step import OptimConfig, Optimizer
 from whet.train.rollout.order import EpochOrder
@@ -104,6 +104,31 @@ def test_resume_is_exact(
     assert metrics(tmp_path / "broken") == metrics(tmp_path / "straight")
     assert final_files(tmp_path / "broken", 12) == final_files(tmp_path / "straight", 12)
     assert policy.model.head_weight.dtype == (torch.float32 if precision == "float32" else torch.bfloat16)
+
+
+def test_time_and_peak_memory_go_on_where_a_resumed_run_left_them(
+    tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tiny_policy, tmp_path)
+    begin = sft.begin
+
+    def begun_earlier(*arguments: Any, **options: Any) -> Any:
+        tracking = begin(*arguments, **options)
+        tracking.began -= 5000
+        return tracking
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sft, "begin", begun_earlier)
+        patch.setattr(fit, "step_metrics", lambda *_: {"sft/peak_memory_gib": 900.0})
+        patch.setattr(sft, "train_step", fail_at(10, sft.train_step))
+        with pytest.raises(CrashError):
+            train(config)
+    train(config, resume=True)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    times = [row["run_time_s"] for row in rows]
+    assert times == sorted(times)
+    assert 5000 < times[0] < times[-1] < 10_000
+    assert {row["sft/peak_memory_gib"] for row in rows} == {900.0}
 
 
 KILLER = """

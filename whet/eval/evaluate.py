@@ -495,6 +495,7 @@ def _run(policy: Policy, job: _Job, model: dict[str, Any]) -> dict[str, Any]:
     identity = _identity(policy, job)
     notes = start_progress(folder, {"identity": identity, "model": model})
     known, parts = read_finished(folder, notes, job.problems, config.num_samples)
+    earlier_s = total_work(parts).seconds  # of sampling: how long their grading took was not kept
     count = config.num_samples + 1
     title = f"eval {job.task.name}/{config.split}"
     with (
@@ -532,7 +533,7 @@ def _run(policy: Policy, job: _Job, model: dict[str, Any]) -> dict[str, Any]:
     work = total_work(parts)
     if work.hardware is not None:  # the devices' readings are of the whole machine
         work = replace(work, hardware=work.hardware | {"peak_memory_gib": peak_memory_gib(policy.device)})
-    result = replace(result, work=work)
+    result = replace(result, work=work, seconds=earlier_s + result.seconds)
     own, details = _own_measures(policy, job, result, folder)
     result = replace(result, metrics={**result.metrics, **own})
     summary = write_summary(

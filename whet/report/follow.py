@@ -17,7 +17,7 @@ from whet.report.curves import figures
 from whet.telemetry.display import metric_label
 from whet.telemetry.health import HISTORY_ROWS, find_warnings
 from whet.telemetry.heartbeat import FOLDER
-from whet.telemetry.log import as_number, clean_metrics, parse_row
+from whet.telemetry.log import RUN_TIME, as_number, clean_metrics, parse_row
 from whet.telemetry.metrics import find_metric, format_metric
 
 MARK_BYTES = 256
@@ -145,7 +145,9 @@ def run_status(folder: Path, recent: Iterable[Mapping[str, Any]], now: float) ->
             kind, text = "finished", "finished"
         return {"kind": kind, "text": text, "step": 0, "num_steps": num_steps}
     times = [time_s for row in recent if (time_s := as_number(row.get("time_s"))) is not None]
-    gaps = [after - before for before, after in pairwise(times) if after > before]
+    ran = [run_s for row in recent if (run_s := as_number(row.get(RUN_TIME))) is not None]
+    ran = ran if len(ran) == len(steps) else times  # of an earlier version, with the pauses before a resume
+    gaps = [after - before for before, after in pairwise(ran) if after > before]
     usual = statistics.median(gaps) if gaps else 0.0
     age = max(0.0, now - times[-1]) if times else 0.0
     place = f"step {steps[-1]:,}" + (f" of {num_steps:,}" if num_steps else "")

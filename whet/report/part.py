@@ -20,7 +20,7 @@ from whet.report.plots import Series
 from whet.report.samples import Scan, find_samples, read_json, scan
 from whet.stats import Interval, bootstrap_interval, share_interval
 from whet.telemetry.health import HISTORY_ROWS, IDLE, find_warnings
-from whet.telemetry.log import WARNINGS, as_number, clean_metrics, leads_out, parse_row, read_rows
+from whet.telemetry.log import RUN_TIME, WARNINGS, as_number, clean_metrics, leads_out, parse_row, read_rows
 from whet.telemetry.metrics import METRICS, find_metric, format_metric
 
 KINDS = {
@@ -67,6 +67,7 @@ class Part:
         findings: Warnings as (step, text), in order.
         first_s: Unix time of the first row; None without rows.
         last_s: Unix time of the last row.
+        run_s: Seconds for which it ran, without the pauses between its starts; None if a row does not say.
         scan: Its completions.
         config: config.yaml; {} without.
         environment: environment.json.
@@ -82,6 +83,7 @@ class Part:
     findings: list[tuple[int, str]] = field(default_factory=list)
     first_s: float | None = None
     last_s: float | None = None
+    run_s: float | None = None
     scan: Scan | None = None
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -210,6 +212,7 @@ def facts(part: Part) -> list[tuple[str, str]]:
         else machine.get("start_utc")
     )
     seconds = as_number(part.evaluation.get("seconds"))
+    seconds = part.run_s if seconds is None else seconds
     if seconds is None and began_s is not None and part.last_s is not None:
         seconds = part.last_s - began_s
     device = machine.get("cuda_device") or machine.get("cpu")
@@ -420,6 +423,8 @@ def _rows(part: Part, recent: dict[str, deque[dict[str, Any]]]) -> Iterator[dict
             if row is None:
                 num_torn, num_bad = num_torn + (line[-1:] != b"\n"), num_bad + (line[-1:] == b"\n")
                 continue
+            if not recent or part.run_s is not None:  # else begun by an earlier version: its rows do not say
+                part.run_s = row[RUN_TIME]
             seconds = row["time_s"]
             if seconds is not None:
                 part.first_s = seconds if part.first_s is None else min(part.first_s, seconds)

@@ -28,6 +28,8 @@ from whet.types import Group, Problem, Sample, UserError
 RENAMED_KEYS = tuple((f'"{old}'.encode(), f'"{new}'.encode()) for old, new in RENAMED.items())
 WARNINGS = "warnings.jsonl"
 """File of a run with what it warned of: `step` and `text`."""
+RUN_TIME = "run_time_s"
+"""Field of a run's rows: the seconds for which it has run, over all its starts, without the pauses between them."""
 MAX_NUMBER = 1e90
 MAX_TIME_S = 2.0**33
 """Upper bound of a plausible time of a run."""
@@ -56,6 +58,7 @@ class RunLog:
         resume_step: int | None = None,
         enabled: bool = True,
         listener: Callable[[str, Sequence[Mapping[str, Any]]], None] | None = None,
+        began: float | None = None,
     ) -> None:
         """Open the log.
 
@@ -65,11 +68,12 @@ class RunLog:
                 will write again, are dropped. None appends.
             enabled: False on all ranks but one: rows are checked but not written.
             listener: Called with every write: the file's name and its rows.
+            began: Time of `time.monotonic()` at which the run would have begun without pauses, for `RUN_TIME`.
 
         Raises:
             UserError: If a file cannot be opened.
         """
-        self._listener = listener
+        self._listener, self._began = listener, began
         self.num_non_finite = 0
         self.num_failed_writes = 0
         self._files: dict[str, int] = {}
@@ -102,6 +106,8 @@ class RunLog:
             ValueError: If a metric is not declared.
         """
         row: dict[str, Any] = {"stage": stage, "step": step, "time_s": round(time.time(), 3)}
+        if self._began is not None:
+            row[RUN_TIME] = round(time.monotonic() - self._began, 3)
         non_finite: dict[str, str] = {}
         for name, value in values.items():
             find_metric(name)
@@ -286,10 +292,10 @@ def clean_metrics(row: Mapping[str, Any]) -> dict[str, Any] | None:
         row: A row as read.
 
     Returns:
-        'stage' (text), 'step' (int), 'time_s' (None if implausible), and every metric that is a number, or None if it
-        was not finite; values of other types are dropped. None if the row has no step.
+        'stage' (text), 'step' (int), 'time_s', 'run_time_s' (None if implausible), and every metric that is a number,
+        or None if it was not finite; values of other types are dropped. None if the row has no step.
     """
-    step, time_s, stage = as_number(row.get("step")), as_number(row.get("time_s")), row.get("stage")
+    step, stage = as_number(row.get("step")), row.get("stage")
     if step is None or abs(step) >= 2**53:
         return None
     values = {
@@ -301,7 +307,12 @@ def clean_metrics(row: Mapping[str, Any]) -> dict[str, Any] | None:
     return {
         "stage": stage if isinstance(stage, str) else "",
         "step": int(step),
-        "time_s": time_s if time_s is not None and 0 < time_s < MAX_TIME_S else None,
+        **{
+            name: number
+            if (number := as_number(row.get(name))) is not None and 0 < number < MAX_TIME_S
+            else None
+            for name in ("time_s", RUN_TIME)
+        },
         **values,
     }
 

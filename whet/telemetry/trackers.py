@@ -383,6 +383,9 @@ class Tracking:
 
     A tracker is opened at the first row, so a run that ends before leaves no trace in it. RUN/trackers.json records the
     state of each.
+
+    Attributes:
+        began: Time of `time.monotonic()` at which it was made: the beginning of this start of the run.
     """
 
     def __init__(self, config: TrackConfig, folder: Path, *, enabled: bool = True) -> None:
@@ -396,6 +399,7 @@ class Tracking:
         Raises:
             UserError: If one is not installed or cannot be used like this.
         """
+        self.began = time.monotonic()
         self._config, self._folder = config, folder
         loaded = [(name, load_tracker(name, config)) for name in config.to] if enabled else []
         self._workers = [_Worker(name, tracker, folder, self._save) for name, tracker in loaded]

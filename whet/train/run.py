@@ -20,7 +20,7 @@ from whet.storage.checkpoint import Resume
 from whet.telemetry.display import Display, open_display
 from whet.telemetry.hardware import HardwareMonitor
 from whet.telemetry.health import HISTORY_ROWS, health_warnings, idle_reason, past_rows
-from whet.telemetry.log import RunLog, write_warning
+from whet.telemetry.log import RUN_TIME, RunLog, as_number, write_warning
 from whet.telemetry.spans import span, spanned
 from whet.telemetry.trackers import Tracking
 from whet.train.optim.step import Optimizer, learning_rate, shard_layers, warm_up_warning
@@ -108,6 +108,7 @@ class Run:
         self._num_overflows = self._num_idle = 0
         self._history: list[dict[str, float]] = []
         self._end = config.num_steps
+        self._ran_s = 0.0  # before this start
         self._saved = 0
         self._values: Mapping[str, float] = {}
 
@@ -141,6 +142,8 @@ class Run:
         self._skipped.count = int(state.get("skipped", 0))
         self._num_idle = int(state.get("idle", 0))
         self._history = past_rows(self._folder, self.stage, self.step)[-HISTORY_ROWS:]
+        if self._history:
+            self._ran_s = as_number(self._history[-1].get(RUN_TIME)) or 0.0
         return saved, state
 
     def _check_layout(self, state: Mapping[str, Any]) -> None:
@@ -173,7 +176,13 @@ class Run:
         is_main = rank() == 0
         listener = self._tracking.put
         with (
-            RunLog(self._folder, resume_step=self.step, enabled=is_main, listener=listener) as self._log,
+            RunLog(
+                self._folder,
+                resume_step=self.step,
+                enabled=is_main,
+                listener=listener,
+                began=self._tracking.began - self._ran_s,
+            ) as self._log,
             open_display(
                 title, self._config.num_steps, self._headline, enabled=is_main, first_step=self.step
             ) as self.display,
@@ -307,6 +316,9 @@ class Run:
         Raises:
             UserError: If too many steps in a row were not finite.
         """
+        peak = f"{self.stage}/peak_memory_gib"
+        if peak in values:  # the process's own, which a resumed run begins anew
+            values = {**values, peak: max(values[peak], self.last.get(peak, 0.0))}
         self.last |= values
         self._values = values
         with span("log"):

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from whet import processes
 from whet.telemetry.display import one_line
-from whet.telemetry.log import as_number, read_metrics, read_rows
+from whet.telemetry.log import RUN_TIME, as_number, read_metrics, read_rows
 from whet.telemetry.metrics import METRICS
 from whet.types import UserError
 
@@ -198,7 +198,7 @@ def _with(words: Sequence[str], override: Sequence[str]) -> list[str]:
 def _is_measured(name: str) -> bool:
     metric = METRICS.get(name)
     return (
-        name == "time_s"
+        name in ("time_s", RUN_TIME)
         or name.startswith("hardware/")
         or (metric is not None and metric.unit in MACHINE_UNITS)
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from whet.report.plots import COLOURS, INK, MUTED, STYLE, matplotlib_for
-from whet.telemetry.log import read_metrics
+from whet.telemetry.log import RUN_TIME, read_metrics
 from whet.telemetry.metrics import find_metric, format_metric
 
 NOISE = 2.0
@@ -28,11 +28,12 @@ class Curve:
         metric: Its name.
         steps: Steps whose row has a finite value, ascending.
         values: The values.
-        times: Times at which the rows were written, in seconds.
+        times: Times at which the rows were written, in seconds of the run; of an earlier version, in Unix time.
         names: All metrics that a row has.
         last_step: Step of the last row, with or without a value.
         began: Time of the first row, in seconds.
         num_flat: Number of consecutive last rows in which no group's rewards differed and most answers were wrong.
+        clock: Field that the times are from, as the first row has it.
     """
 
     metric: str
@@ -43,10 +44,12 @@ class Curve:
     last_step: int = 0
     began: float = math.nan
     num_flat: int = 0
+    clock: str = ""
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add the next row of metrics.jsonl."""
-        self.last_step, time_s = row["step"], row["time_s"]
+        self.clock = self.clock or (RUN_TIME if RUN_TIME in row else "time_s")
+        self.last_step, time_s = row["step"], row.get(self.clock, math.nan)
         self.began = time_s if math.isnan(self.began) else self.began
         self.names.update(name for name in row if "/" in name)
         if "rl/zero_variance_groups" in row:
@@ -88,8 +91,7 @@ def first_reach(
         sign: 1 when more is better, -1 when less is.
 
     Returns:
-        Step, and seconds since the run's first row (without start-up and the first step, but with pauses before a
-        resume); None if it never does.
+        Step, and seconds since the run's first row (without start-up and the first step); None if it never does.
     """
     for end in range(window, len(curve.values) + 1):
         if sign * statistics.fmean(curve.values[end - window : end]) >= sign * threshold:
