@@ -243,7 +243,7 @@ def test_order_of_bare_lists_is_free_unless_the_caller_asks_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["408", "408.0", "$408$", "408 apples", "\\frac{816}{2}", "407 3/3", "816/2"]
+    "text", ["408", "408.0", "$408$", "408 apples", "\\frac{816}{2}", "407 3/3", "816/2", "PLN 408", "₪408"]
 )
 def test_a_plain_number_is_a_written_number(text: str) -> None:
     assert answers_equal(text, "408", plain_number=True) == (text != "407 3/3")

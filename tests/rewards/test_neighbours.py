@@ -66,6 +66,7 @@ def test_clear_cases_are_judged_right_and_wrong_ones_not_paid(cases, judge, coun
         (["1,00", "2.5"], ""),
         (["1,05", "1,234"], ""),
         (["1,05", "2, 3"], ""),
+        (["CA$5", "MX$12", "12 TL"], ""),  # amounts of money, no codes
     ],
 )
 def test_most_gold_answers_of_a_column_say_what_each_of_them_is(golds: list[str], column: str) -> None:
@@ -133,6 +134,11 @@ def test_a_comma_that_can_only_be_decimal_is_one_whatever_the_column(
         ("7,10", "7,01", False),
         ("2,5", "5,2", False),
         ("7", "7,50", False),
+        ("2.795 zł", "2795 zł", True),
+        ("2.795", "2795 zł", True),
+        ("2.795 zł", "3 zł", False),
+        ("12.50 PLN", "12,50 zł", True),
+        ("12.50 EUR", "12,50 zł", False),
     ],
 )
 def test_among_decimal_commas_a_comma_is_a_point(answer: str, gold: str, equal: bool) -> None:

@@ -8,6 +8,7 @@ from loops import LITTLE, SIZE, seconds
 from whet.rewards.answers.equal import answers_equal
 from whet.rewards.answers.extract import Boxed, extract_answer, extract_answer_with_step
 from whet.rewards.answers.scripts import VERDICTS, fold, numeral_in_digits
+from whet.rewards.answers.texts import Column
 
 # text | the extracted answer | a gold answer that it equals
 FOUND = r"""
@@ -206,6 +207,65 @@ def cells(table: str) -> list[tuple[str, ...]]:
         if not carried:
             rows += [tuple(cell.strip(" ") for cell in row.split(" | ")) for row in line.split(" || ")]
     return rows
+
+
+# spellings of 12.50 in one currency
+MONEY = """
+12.50 zł|12,50 zł|12.50 PLN|12,50 PLN|PLN 12.50|12,50 złotych|12.50 złote|12.50 zl|12.50 zł.|12.50
+$12.50|12.50 USD|USD 12.50|US$12.50|US $12.50|12.50 dollars|12,50 dólares|12.50 US dollars|12.50 долларов|\\$12.50
+$12.50|C$12.50|CA$ 12.50|12.50 CAD|CAD 12.50|12.50 dollars|12.50 Canadian dollars|$12.50 CAD
+A$12.50|12.50 AUD|AUD 12,50|$12.50|12.50 Australian dollars
+MX$12.50|12.50 MXN|$12.50|12.50 pesos|12.50 Mexican pesos
+€12.50|12,50 €|12.50 EUR|EUR 12,50|12.50 euros|12.50 евро|12,50€
+£12.50|12.50 GBP|12.50 pounds|GBP 12.50|12.50 pounds sterling|12.50 £
+¥12.50|12.50 JPY|12.50 yen|12.50円|JPY 12.50|￥12.50
+¥12.50|12.50 CNY|12.50元|12.50 yuan|RMB 12.50
+₹12.50|Rs. 12.50|INR 12.50|12.50 rupees|12.50 रुपये|12.50 ₹
+12,50 Kč|12.50 CZK|CZK 12,50|12.50 korun|12.50 Czech crowns
+12,50 Ft|12.50 HUF|12.50 forint
+12,50 kr|12.50 kr.|kr 12,50|kr. 12.50|12.50 SEK|12.50 kronor|SEK 12.50|12.50 Swedish kronor
+12,50 kr|12.50 DKK|12.50 kroner|DKK 12.50
+12,50 kr|12.50 NOK|12.50 kroner|12.50 Norwegian kroner
+12.50 CHF|CHF 12.50|Fr. 12.50|12,50 Fr.|12.50 francs|12.50 Franken
+R$ 12,50|12.50 BRL|BRL 12.50|12,50 reais|R\\$12.50|12.50 R$
+12,50 TL|₺12.50|12.50 TRY|12,50 ₺|12.50 lira
+12,50 ₽|12.50 RUB|12.50 руб.|12,50 рублей|12.50 р.|RUB 12.50
+12,50 ₴|12.50 UAH|12.50 грн|12,50 гривень
+₩12.50|12.50 KRW|12.50원|12.50 won
+₪12.50|12.50 ₪|12.50 ILS|12.50 שקלים|NIS 12.50
+1 234,50 €|1234.50 EUR|€1,234.50
+1 234,50 zł|1234.50 PLN|PLN 1,234.50
+"""
+OTHER_MONEY = """
+$12.50|12,50 zł || 12.50 EUR|12,50 zł || 12,50 €|12,50 zł || 1 234,50 €|1 234,50 zł || $12.50|€12.50 || C$12.50|A$12.50
+12.50 CAD|12.50 USD || US$12.50|12.50 Canadian dollars || 12.50 pesos|12.50 dollars || 12.50 SEK|12.50 DKK
+12.50 kronor|12.50 NOK || 12,50 kr|12,50 Kč || 12.50 JPY|12.50 CNY || 12.50円|12.50元 || ₽12.50|₴12.50
+12,50 грн|12,50 руб. || ₩12.50|¥12.50 || ₪12.50|$12.50 || R$ 12,50|$12.50 || CHF 12.50|12.50 EUR || 12.50 zł|12.51 PLN
+12,50 Ft|12,50 zł || TRY 12.50|12.50 RUB || £12.50|12.50 lb || 12.50 kg|12.50 PLN || 12 Kč|12 apples
+US$12.50|1250 groszy
+"""
+
+
+@pytest.mark.parametrize("column", ["", "comma"])
+@pytest.mark.parametrize("spellings", MONEY.strip().splitlines())
+def test_a_currency_is_the_same_in_all_its_spellings(spellings: str, column: Column) -> None:
+    amounts = spellings.split("|")
+    wrong = [
+        (left, right)
+        for left in amounts
+        for right in amounts
+        if not answers_equal(left, right, column=column)
+        or answers_equal(left.replace("50", "51"), right, column=column)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("column", ["", "comma"])
+@pytest.mark.parametrize("pair", OTHER_MONEY.strip().replace("\n", " || ").split(" || "))
+def test_two_currencies_are_not_equal(pair: str, column: Column) -> None:
+    left, right = pair.split("|")
+    assert not answers_equal(left, right, column=column)
+    assert not answers_equal(right, left, column=column)
 
 
 def test_the_tables_are_long_enough() -> None:

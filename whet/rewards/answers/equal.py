@@ -10,7 +10,8 @@ Policy, where public graders differ:
 - *Text*: a gold answer that is a date, time, range, score, address, code or word is never computed
   (`whet.rewards.answers.texts`).
 - *Units*: one side may omit its unit; two different ones conflict, powers and currencies included (`m/s` is not
-  `m/s^2`, `$5` is 500 cents). Of unknown ones, the words of one must be among the other's: 12 red apples are 12 apples.
+  `m/s^2`, `$5` is 500 cents, `5 PLN` is 5 zł; `$` may be any dollar or peso). Of unknown
+  ones, the words of one must be among the other's: 12 red apples are 12 apples.
 - *Order*: matters between tuples, vectors and lines; not for sets, `or`, `±`, nor between two bare comma
   lists (lists of roots), unless the caller says `ordered`. Plain braces `{1,2}` are such a list. A set, or a list of
   tuples, may repeat a member.
@@ -192,7 +193,7 @@ def is_plain_number(text: str) -> bool:
     """Say whether an answer is one written number (literal, fraction, mixed), with or without a unit."""
     if len(text) > MAX_CHARACTERS:
         return False
-    leaf = parse_value(clean(text))
+    leaf = parse_value(clean(money_in_words(text)))
     if not isinstance(leaf, Leaf):
         return False
     return parse_number(leaf.parts[0]) is not None or (leaf.tree is not None and _is_fraction(leaf.tree))
@@ -271,6 +272,7 @@ def _decimal_comma(leaf: Leaf, sequence: Sequence) -> bool:
         and gold.num_digits > 0
         and gold.value.denominator > 1
         and number.value == gold.value
+        and not units_conflict(leaf.parts[1], second.parts[1])
     )
 
 

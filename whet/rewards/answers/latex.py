@@ -26,7 +26,7 @@ _CHARACTERS: dict[int, str] = {
     ),
     **dict.fromkeys([0x200B, 0x200C, 0x200D, 0x2060, 0xFEFF], ""),
     **dict.fromkeys(map(ord, "−–—﹣－‐‑"), "-"),
-    **dict.fromkeys(map(ord, "£€¥₹₩₽＄฿₫₴₺"), ""),
+    **dict.fromkeys(map(ord, "£€¥₹₩₽＄฿₫₴₺₪₱৳₸"), ""),
     **dict.fromkeys(
         map(ord, "❮❯⦃⦄⟦⟧¶"), "?"
     ),  # reserved for our markers; untrusted text must not contain them

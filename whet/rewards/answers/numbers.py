@@ -168,7 +168,7 @@ def both_with_points(prediction: str, gold: str) -> tuple[str, str]:
     Those of the answer do where the gold answer is that large: `1.700` is then `1700`, and beside `1,7` it is 1.7.
     """
     read = with_points(gold, has_groups=True)
-    number = parse_number(read)
+    number = parse_number(_AROUND.sub("", read))  # without its unit
     is_large = read != with_points(gold) or (number is not None and abs(number.value) >= 1000)
     return with_points(prediction, has_groups=is_large), read
 

@@ -191,6 +191,87 @@ ml 毫升 ミリリットル 밀리리터 مل मिली мл
 degree 度 درجة डिग्री градусов grados degrés grad
 """
 """Units of measurement, one a line: the name that `whet.rewards.answers.units` knows, then synonyms."""
+CURRENCIES = """
+dollarsign $ ＄ |
+dollar | dollars bucks dólar dólares dollari dolar dolara dolary dolarów доллар доллара доллары долларов
+dollar | долар долара долари доларів ドル 달러 دولار डॉलर
+usd USD US$ | 美元 美金
+cad CAD CA$ Can$ C$ | 加元
+aud AUD AU$ A$ | 澳元
+nzd NZD NZ$ |
+sgd SGD S$ |
+hkd HKD HK$ | 港元
+twd TWD NT$ | 新台币 新台幣
+peso | pesos
+mxn MXN MX$ Mex$ |
+ars ARS |
+clp CLP |
+cop COP |
+php PHP ₱ |
+euro EUR € | euros 欧元 歐元 ユーロ 유로 يورو यूरो евро євро avro
+gbp GBP £ | sterling 英镑 英鎊
+yensign ¥ |
+yen JPY | 円 日元 엔 ين
+yuan CNY RMB | 元 人民币 人民幣 元人民币 块钱
+rupee INR Rs ₹ | rupees रुपये रुपया रुपए रुपयों ரூபாய் روپے
+real BRL R$ | reais
+pln PLN zł | zl złoty złote złotych złotego zloty zlotys zlotych
+czk CZK Kč | kc koruna koruny korun
+huf HUF | forint forints forintot
+crown | crowns
+kr kr |
+sek SEK | krona kronor
+krone | kroner
+dkk DKK |
+nok NOK |
+isk ISK | króna krónur
+franc CHF Fr SFr | francs franken franchi
+lira TRY TL ₺ | liras lirası lire
+ruble RUB ₽ руб | rubles рубль рубля рубли рублей р rubel rubli rublos
+hryvnia UAH ₴ грн | hryvnias гривня гривні гривень гривна гривны гривен
+won KRW ₩ | 원
+shekel ILS NIS ₪ | shekels שקל שקלים שח
+baht THB ฿ | บาท
+dong VND ₫ đ | đồng
+rupiah IDR Rp |
+rand ZAR | rands
+leu RON | lei
+lev BGN лв | лев лева leva
+riyal SAR | riyals ريال ريالا ریال
+toman | tomans تومان
+dirham AED | dirhams درهم
+taka BDT ৳ | টাকা
+tenge KZT ₸ | тенге
+"""
+"""Currencies: a name, the signs and codes that may stand before an amount, too; then words that only follow it."""
+SHARED = {
+    name: frozenset(others.split())
+    for name, others in {
+        "dollarsign": "dollar usd cad aud nzd sgd hkd twd peso mxn ars clp cop",
+        "dollar": "usd cad aud nzd sgd hkd twd",
+        "peso": "mxn ars clp cop php",
+        "yensign": "yen yuan",
+        "crown": "kr sek krone dkk nok isk czk",
+        "kr": "sek krone dkk nok isk",
+        "krone": "dkk nok",
+        "pound": "lb gbp",
+        "ft": "huf",
+    }.items()
+}
+"""Names that several units share, and these units: `$5` may be Canadian, `500 Ft` are forints or feet."""
+NATIONS = {
+    "us": "usd",
+    "american": "usd",
+    "canadian": "cad",
+    "australian": "aud",
+    "british": "gbp",
+    "czech": "czk",
+    "mexican": "mxn",
+    "swedish": "sek",
+    "danish": "dkk",
+    "norwegian": "nok",
+}
+"""What a nation makes of a shared name: `Canadian dollars`."""
 POWERS = ("平方", "立方", "제곱", "세제곱")
 """Square and cubic, written together with a unit."""
 _SCALES = """

@@ -16,7 +16,7 @@ from whet.rewards.answers.expression import FUNCTIONS, OF_MEMBERS
 from whet.rewards.answers.latex import WORD_CLOSE, WORD_OPEN, clean
 from whet.rewards.answers.numbers import decimal_comma, is_grouped, parse_number
 from whet.rewards.answers.scripts import FOREIGN
-from whet.rewards.answers.units import is_known_unit, split_unit, units_conflict
+from whet.rewards.answers.units import is_known_unit, money_in_words, split_unit, units_conflict
 
 Column = Literal["", "words", "text", "comma"]
 """What most gold answers of a column are: nothing in particular, words, or text with digits in it."""
@@ -210,7 +210,7 @@ def column_of(golds: Iterable[str], *, has_semicolons: bool = False) -> Column:
         num_golds += 1
         if len(gold) > LONGEST_TEXT:
             continue
-        text = clean(gold)
+        text = clean(money_in_words(gold))
         read = read_text(text)
         is_certain = has_semicolons or re.search(r"\.[0-9]{3}\.[0-9]", text) is not None
         is_thousand = is_grouped(text)

@@ -17,8 +17,7 @@ lb lbs|pound pounds|oz ounce ounces
 s sec secs second seconds|min mins minute minutes|h hr hrs hour hours|day days|week weeks|month months
 year years yr yrs
 ms millisecond milliseconds|l liter liters litre litres|ml milliliter milliliters|gal gallon gallons
-dollar dollars usd bucks
-cent cents penny pennies|euro euros eur|gbp sterling|yen jpy|yuan rmb cny|rupee rupees inr
+cent cents penny pennies
 n newton newtons|j joule joules|w watt watts|v volt volts
 a amp amps ampere amperes
 ohm ohms|hz hertz|pa pascal pascals|mol moles mole|k kelvin|unit units|degree degrees deg
@@ -36,8 +35,8 @@ _COMPOUND = {
 }
 """Units in one word -> the powers that they stand for."""
 _CANONICAL: dict[str, str] = {}
-for _line in (_SPELLINGS + scripts.UNITS).replace("\n", "|").split("|"):
-    for _word in _line.split():
+for _line in (_SPELLINGS + scripts.UNITS).replace("\n", "|").split("|") + scripts.CURRENCIES.splitlines():
+    for _word in _line.lower().replace("|", "").split():
         _CANONICAL.setdefault(_word, _line.split()[0])
 
 _KNOWN = frozenset(_CANONICAL.values())
@@ -51,7 +50,7 @@ SCALES: dict[str, int] = {
     "trillion": 10**12,
     **scripts.SCALES,
 }
-_MODIFIERS = frozenset(["per", "square", "cubic", "sq", "cu", "squared", "cubed"])
+_MODIFIERS = frozenset(["per", "square", "cubic", "sq", "cu", "squared", "cubed", *scripts.NATIONS])
 LONGEST_UNIT = 24
 """Longest words of other languages (in characters) that are taken for a unit."""
 _RESERVED_WORDS = (
@@ -76,19 +75,24 @@ _FOREIGN_TAIL = re.compile(
 )
 LONGEST_AMOUNT = 60
 """Longest amount of money (in characters) whose currency sign is read."""
-_CURRENCIES = {
-    **dict.fromkeys(("$", "us $", "us$", "us\\$", "usd"), "dollars"),
-    **dict.fromkeys(("€", "eur"), "euros"),
-    **dict.fromkeys(("£", "gbp"), "gbp"),
-    **dict.fromkeys(("₹", "inr", "rs"), "rupees"),
-    **dict.fromkeys(("r$", "r\\$", "brl"), "reais"),
+_SIGNS = {
+    sign: line.split()[0]
+    for line in scripts.CURRENCIES.splitlines()
+    for sign in line.partition("|")[0].split()[1:]
 }
-_SIGN = r"R\\?\$|(?:US ?)?\\?\$|€|£|₹|(?:USD|EUR|GBP|INR|BRL|Rs\.?)(?= ?[-0-9])"
+_SIGN = {
+    sign: re.escape(sign).replace(r"\$", r" ?\\?\$") + (r"\.?" if sign.isalpha() else "") for sign in _SIGNS
+}
+_IN_FRONT = "|".join(_SIGN.values())
+# A bare `$` behind a number may end a formula; codes there are units like any other.
+_BEHIND = "|".join(_SIGN[sign] if sign != "$" else r"\\\$" for sign in _SIGNS if not sign.isalpha())
 _AMOUNT = re.compile(
-    rf"(?P<minus>-?)(?P<sign>(?:{_SIGN})?) ?(?P<number>[0-9](?:[0-9.,]*[0-9])?)(?P<end> ?(?:\\\$|€|£|₹)|)"
-    r"(?P<rest>(?: ?/ ?| )[A-Za-z][A-Za-z /]*)?[.]?"
+    rf"(?P<minus>-?)(?P<sign>(?:{_IN_FRONT})?) ?(?P<number>[1-9][0-9]{{0,2}}(?: [0-9]{{3}})+(?:[.,][0-9]+)?"
+    rf"|[0-9](?:[0-9.,]*[0-9])?)(?P<end> ?(?:{_BEHIND})|)(?P<rest>(?: ?/ ?| )[A-Za-z][A-Za-z /]*)?[.]?"
 )
-_HAS_CURRENCY = re.compile(r"[$€£₹]|USD|EUR|GBP|INR|BRL|Rs")
+_NO_ESCAPE = str.maketrans("", "", "\\ .")
+_MARKS = re.compile(f"[{''.join({sign[-1] for sign in _SIGNS if not sign.isalpha()})}]")
+_OF_CENTS = {(name, 1) for name in ("dollarsign", "dollar", "euro", "usd", "cad", "aud", "nzd", "sgd", "hkd")}
 _TEMPERATURE = re.compile(r"(.*[0-9)}]) ?° ?([CF])", re.DOTALL)
 _PIECE = re.compile(
     rf"(?P<word>{scripts.WORD})(?P<digit>[23](?![0-9]))?(?: ?\^ ?\{{?(?P<power>-?[1-4])\}}?)?|(?P<over>/)"
@@ -204,6 +208,13 @@ def unit_powers(unit: str) -> dict[str, int]:
             prefix = 1
     if powers.keys() & {"celsius", "fahrenheit"}:
         powers.pop("degree", None)
+    for nation in powers.keys() & scripts.NATIONS.keys():
+        currency = scripts.NATIONS[nation]
+        if any(currency in scripts.SHARED.get(name, ()) for name in powers):
+            powers[currency] = powers.pop(nation)
+    for name in powers.keys() & scripts.SHARED.keys():
+        if scripts.SHARED[name] & powers.keys():  # pounds sterling, Canadian dollars
+            powers.pop(name)
     return {name: power for name, power in powers.items() if power}
 
 
@@ -228,29 +239,32 @@ def units_conflict(left: str, right: str) -> bool:
     first, second = unit_powers(left), unit_powers(right)
     if not first or not second or first == second:
         return False
-    for pound in ("lb", "gbp"):  # a pound is either
-        if "pound" in first.keys() | second.keys() and pound in first.keys() | second.keys():
-            first, second = (
-                {pound if name == "pound" else name: n for name, n in side.items()}
-                for side in (first, second)
-            )
+    first, second = _as_specific(first, second), _as_specific(second, first)
     if first.keys() <= _KNOWN and second.keys() <= _KNOWN:
         return first != second
     words, others = ({_singular(name) for name in side} for side in (first, second))
     return not (words <= others or others <= words or any(side <= _GENERIC for side in (words, others)))
 
 
+def _as_specific(unit: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    """Write a shared name as the one that the other side has, if it can be that: a pound is sterling or a weight."""
+    return {
+        min(scripts.SHARED.get(name, frozenset()) & other.keys(), default=name): n for name, n in unit.items()
+    }
+
+
 def money_in_words(text: str) -> str:
-    r"""Write the currency of a lone amount behind it: `\$5`, `$5` and `USD 5` are `5 dollars`; other text as it is."""
-    if len(text) > LONGEST_AMOUNT or not _HAS_CURRENCY.search(text):
+    r"""Write the currency of a lone amount behind it: `\$5`, `PLN 5` and `5 €`, not `5$`; other text as it is."""
+    amount = text.strip()
+    if len(text) > LONGEST_AMOUNT or not (amount.lstrip("-")[:1].isalpha() or _MARKS.search(text)):
         return text
-    match = _AMOUNT.fullmatch(text.strip()) or _AMOUNT.fullmatch(text.strip().strip("$").strip())
+    match = _AMOUNT.fullmatch(amount) or _AMOUNT.fullmatch(amount.strip("$").strip())
     if match is None or bool(match["sign"]) == bool(match["end"]):
         return text
-    currency, rest = _CURRENCIES[(match["sign"] or match["end"]).strip("\\ .").lower()], match["rest"] or ""
-    words = rest.split()
-    if words and _canonical(words[0].lower()) == currency.removesuffix("s"):
-        currency = ""
+    sign = (match["sign"] or match["end"]).translate(_NO_ESCAPE)
+    currency, words = _SIGNS[sign], (match["rest"] or "").split()
+    if words and _canonical(words[0].lower()) in (currency, *scripts.SHARED.get(currency, ())):
+        currency = ""  # $5 USD
     scale = words.pop(0) if words and words[0].lower() in SCALES else ""
     return " ".join(filter(None, (f"{match['minus'] or ''}{match['number']}", scale, currency, *words)))
 
@@ -258,7 +272,7 @@ def money_in_words(text: str) -> str:
 def money_ratio(left: str, right: str) -> int:
     """Return how many of the right side's units one of the left side's is worth: 100 for dollars in cents, else 0."""
     first, second = unit_powers(left), unit_powers(right)
-    is_whole = len(first) == 1 and set(first.items()) <= {("dollar", 1), ("euro", 1)}
+    is_whole = len(first) == 1 and set(first.items()) <= _OF_CENTS
     return 100 if is_whole and second == {"cent": 1} else 0
 
 
