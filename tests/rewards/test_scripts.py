@@ -112,6 +112,51 @@ Cevap: 42 | 42 | 42
 Het antwoord is 42. | 42 | 42
 Đáp số: 42 | 42 | 42
 Cuesta 1.234,56 euros | 1.234,56 | 1234.56
+Odp.: 29. Sprawdzenie: 29 - 20 = 9 | 29 | 29
+Odp: 29. Sprawdzenie: 29 - 20 = 9 | 29 | 29
+**Odp.:** 29. Bo 20 + 9 = 29. | 29 | 29
+Odpověď: 29. Zkouška: 29 - 20 = 9 | 29 | 29
+Odpoveď je 29. Skúška: 29 - 20 = 9 | 29 | 29
+Antw.: 29. Probe: 29 - 20 = 9 | 29 | 29
+Lsg.: 29. Probe: 29 - 20 = 9 | 29 | 29
+Rép. : 29. Vérification : 29 - 20 = 9 | 29 | 29
+Risp.: 29. Verifica: 29 - 20 = 9 | 29 | 29
+Rpta: 29. Comprobación: 29 - 20 = 9 | 29 | 29
+R: 29. Comprobación: 29 - 20 = 9 | 29 | 29
+R.: 29 manzanas (20 + 9) | 29 manzanas | 29
+Resp.: 29 maçãs. Prova: 29 - 20 = 9 | 29 | 29
+Отв.: 29. Проверка: 29 - 20 = 9 | 29 | 29
+Відп.: 29. Перевірка: 29 - 20 = 9 | 29 | 29
+ĐS: 29 quả. Vì 29 - 20 = 9 | 29 | 29
+উঃ ২৯ টি। ২৯ - ২০ = ৯ | 29 | 29
+תשובה: 29. בדיקה: 29-20=9 | 29 | 29
+Ans.: 29. Check: 29 - 20 = 9 | 29 | 29
+Wynik to 12, a nie 13. | 12 | 12
+Odpowiedź to 12 zł, a nie 13 zł. | 12 | 12
+Das Ergebnis ist 12, nicht 13. | 12 | 12
+Die Antwort ist 12, nicht 13. | 12 | 12
+Het resultaat is 12, niet 13. | 12 | 12
+El resultado es 12, y no 13. | 12 | 12
+O resultado é 12, e não 13. | 12 | 12
+Il risultato è 12, non 13. | 12 | 12
+Le résultat est 12, et non pas 13. | 12 | 12
+Результат 12, а не 13. | 12 | 12
+Ответ: 12, а не 13. | 12 | 12
+Sonuç 12, 13 değil. | 12 | 12
+Kết quả là 12, không phải 13. | 12 | 12
+Hasilnya 12, bukan 13. | 12 | 12
+答案是12，不是13。 | 12 | 12
+结果是12，而不是13。 | 12 | 12
+結果は12であり、13ではない。 | 12 | 12
+결과는 12이지 13이 아니다. | 12 | 12
+النتيجة هي 12 وليس 13 | 12 | 12
+התוצאה היא 12 ולא 13 | 12 | 12
+परिणाम 12 है, 13 नहीं। | 12 | 12
+The radius R: 5, so the area is 78 | 78 | 78
+Banans: 5, so 7 | 7 | 7
+boki mają odp. 5 i 6 | 6 | 6
+Sonuç 13 değil mi? | 13 | 13
+是不是13？ | 13 | 13
 """
 
 EQUAL = r"""
@@ -189,6 +234,9 @@ La respuesta es 1.234,56 euros | 56
 Cuesta 1.234,56 euros | 56
 कुल १,२३,४५६ | 456
 答案是＼boxed{5} | 5
+Nie 13. | 13
+Die Antwort ist nicht 13. | 13
+12 lub 13, a nie 14 | 14
 \boxed{5}、\boxed{7} | 5
 \boxed{5}、\boxed{7} | 7
 答案是５，７ | 7
@@ -279,6 +327,12 @@ def test_the_answer_is_found_in_any_script(text: str, answer: str, gold: str) ->
     assert found == answer
     assert answers_equal(found, gold)
     assert answers_equal(gold, found)
+
+
+def test_a_bare_letter_before_a_colon_is_no_answer_but_in_the_last_line() -> None:
+    assert extract_answer("20 + 9 = 29\nR: 29 manzanas\n") == "29 manzanas"
+    assert extract_answer("R: 5 cm\nh: 10 cm\nSo the volume is 785") == "785"
+    assert extract_answer("Resp: 18/min\nSo 4") == "4"
 
 
 @pytest.mark.parametrize(("left", "right"), cells(EQUAL))
@@ -451,8 +505,9 @@ LOOP_ROWS = """
 答案是|答案|答：|【答案】|故选|答えは|정답은|الجواب |الجواب هو |उत्तर |respuesta final |réponse : |Ответ |٣|４|४,|१२,
 ٬|。|、|，|3万|3万5千|百|四十|一百零|3分之|又三分之|42个|个|5或| или |是|不|1.234|1.234,5|1.234.|公里/|公里 |平方
 Ａ|（|１，|ñ|é |하|\\boxed{1} 和 |\\boxed{1}、|\\boxed{1} wait |\\boxed{\\boxed{1}} |\u200f|\u202f123|1\u00a0|9\u202f
+Odp.: |Antw|R: |, a nie 5| nicht 5,|，不是5|5 değil |5이 아니다 |5 zł |zł |kr. 5 |$5 |Ans.: 
 """
-LOOPS = LOOP_ROWS.strip("\n").replace("\n", "|").split("|")
+LOOPS = [*LOOP_ROWS.strip("\n").replace("\n", "|").split("|"), "\nR: 5", "\nR: ", "\n\nR :"]
 
 
 @pytest.mark.ci

@@ -22,11 +22,14 @@ from whet.rewards.answers.latex import clean
 from whet.rewards.answers.markup import without_markup
 from whet.rewards.answers.scripts import (
     ABOUT,
+    DENIED_AFTER,
+    DENIED_BEFORE,
     FINAL_VERBS,
     FOREIGN,
     FOREIGN_LETTER,
     HEDGED,
     JOINED,
+    REJECTED,
     SCALED,
     SCALES,
     UNITS,
@@ -64,7 +67,9 @@ LONGEST_SCALED = 60
 LONGEST_REMARK = 100
 """Longest line (in characters) that counts as an answer without saying so."""
 
-_PHRASE = re.compile(r"answer\*{0,3}(?: is(?!n't|n\u2019t)| ?[:=])[:*]{0,3}", re.IGNORECASE)
+_PHRASE = re.compile(
+    r"(?:answer\*{0,3}(?: is(?!n't|n\u2019t)| ?[:=])|(?<![A-Za-z])ans\.?\*{0,3} ?:)[:*]{0,3}", re.IGNORECASE
+)
 _DOUBTED = re.compile(
     r"(?:(?:not|n't) (?:think|believe|say|suppose|mean|true|likely|possible)|doubt|unlikely|impossible|false)"
     r"(?! but)[^.!?;,\n]{0,20}$",
@@ -500,8 +505,8 @@ def _conclusion(answer: str) -> str:
     corrections = list(_CORRECTED.finditer(answer))
     if corrections:
         return _conclusion(answer[corrections[-1].end() :])
-    for pattern in (_ASIDE, _REJECTED):
-        aside = pattern.search(answer)
+    for pattern in (_ASIDE, _REJECTED, REJECTED):
+        aside = pattern.search(answer, 0, LONGEST_FORMULA)
         reasons = [start for start in (aside.start() if aside else -1, start_of_reason(answer)) if start >= 0]
         if reasons:
             answer = answer[: min(reasons)].rstrip(" ,") or answer
@@ -716,7 +721,8 @@ def _affirmed_letter(
 def _is_denied(text: str, start: int, end: int, after: re.Pattern[str] = _DENIAL_AFTER) -> bool:
     """Say whether the words before or behind an answer deny it: "cannot be (B)", "(B) is wrong"."""
     before = _CLAUSE_END.split(text[max(0, start - LONGEST_GAP) : start])[-1]
-    return _DENIAL_BEFORE.search(before) is not None or after.match(text, end) is not None
+    is_denied = any(pattern.search(before) for pattern in (_DENIAL_BEFORE, DENIED_BEFORE))
+    return is_denied or any(pattern.match(text, end) for pattern in (after, DENIED_AFTER))
 
 
 def from_last_number(text: str) -> str | None:

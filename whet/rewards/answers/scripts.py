@@ -87,10 +87,11 @@ _ANSWER_WORDS = (
         " ?(?:هو|هي)(?=[ :])|(?= ليس)| (?=[0-9$\\\\])",
     ),
     ("پاسخ", "پاسخ(?: نهایی| درست)?", " برابر(?: است)? با| (?=[0-9$\\\\])"),
-    ("התשובה", "התשובה(?: הסופית| הנכונה)?", " היא| הוא"),
+    ("תשובה", "(?<![א-ת])ה?תשובה(?: הסופית| הנכונה)?", " היא| הוא"),
     # Hindi, Bengali, Tamil, Thai
     ("उत्तर जवाब", "उत्तर|जवाब", " है| (?=[0-9$\\\\])"),
     ("উত্তর", "উত্তর", " হলো?"),
+    ("উঃ", "উঃ", " ?(?=[0-9$\\\\])"),
     ("விடை பதில்", "விடை|பதில்", " (?=[0-9$\\\\])"),
     ("คำตอบ", "คำตอบ(?:สุดท้าย)?", " ?คือ"),
     # Spanish, Portuguese, Italian, French
@@ -98,14 +99,22 @@ _ANSWER_WORDS = (
     ("esposta", "[Rr]esposta(?: final| correta| certa)?", " é| são|(?= não é)"),
     ("isposta", "[Rr]isposta(?: finale| corretta)?", " è| sono|(?= non è)"),
     ("éponse", "[Rr]éponse(?: finale| correcte| exacte)?", " est| vaut|(?= n.est pas)"),
-    # German, Dutch, Polish, Russian, Ukrainian, Turkish, Vietnamese, Indonesian
+    # German, Dutch, Polish, Czech and Slovak, Russian, Ukrainian, Turkish, Vietnamese, Indonesian
     ("ntwort ösung", "[Aa]ntwort|[Ll]ösung", " lautet| ist"),
     ("ntwoord", "[Aa]ntwoord", " is| luidt"),
     ("dpowiedź", "[Oo]dpowiedź", " to"),
+    ("dpověď dpoveď", "[Oo]dpov[eě]ď", " je(?! ne)|(?= není| nie je)"),
     ("твет ідповідь", "[Оо]твет|[Вв]ідповідь", " ?[—–-]| равен| равна| это| (?=не |[0-9$\\\\])"),
     ("evap anıt", "[Cc]evap|[Yy]anıt", " (?=[0-9$\\\\])"),
     ("áp âu", "[Đđ]áp (?:án|số)|[Cc]âu trả lời", " là"),
     ("awaban", "[Jj]awaban(?:nya)?(?: akhir)?", " adalah"),
+    # Abbreviations, before a colon only; those that mean other things, too, start the last line.
+    (
+        "dp ntw Lsg ép isp ta тв ідп ĐS Đ/",
+        r"(?<![^\W\d_])(?:[Oo]dp|[Aa]ntw|Lsg|[Rr]ép|[Rr]isp|Rp?ta|[Оо]тв|[Вв]ідп|ĐS|Đ/[Ss])\.?",
+        "(?!)",
+    ),
+    ("R", r"(?m:^)R(?:esp)?\.?(?=[ \u00a0\u202f]?:[^\n]{0,100}\s*\Z)", "(?!)"),
 )
 """By language: literals of which each noun contains one; nouns for an answer; verbs that may replace a colon."""
 _ANSWER_PATTERNS = [
@@ -141,6 +150,21 @@ def start_of_reason(text: str) -> int:
     return match.start() if match else -1
 
 
+_LETTER = r"[^\W\d_]"
+_DENIAL = (
+    rf"(?<!{_LETTER})(?:(?:a )?nie(?: jest)?|a ne|nikoliv?|(?:und )?nicht|(?:en )?niet|y no(?: es)?|no es|(?:et )?pas"
+    r"|(?:et |e )?non(?: pas| è)?|(?:e )?não(?: é)?|(?:[аи] )?не|(?:chứ )?không phải(?: là)?|bukan"
+    r"|ו?לא|و?ليست?|ولا|و نه|न कि) |(?<!是)而?不是|而非|[并並]非"
+)
+"""Not, directly before what it denies. A bare `no` is none: in English it numbers, or corrects what precedes."""
+DENIED_BEFORE = re.compile(rf"(?:{_DENIAL})[(*$]{{0,3}}$", re.IGNORECASE)
+DENIED_AFTER = re.compile(
+    rf"[*$)\]]{{0,3}}['’ ]?{_LETTER}{{0,4}} ?(?:değil(?! m[iı])|नहीं|নয়|அல்ல|نہیں|아니[다라고며에]|아닙니다"
+    r"|(?:では|じゃ)(?:ない(?![かで])|なく|ありません(?!か)))"
+)
+"""Not, behind what it denies; no question whether it is not that."""
+REJECTED = re.compile(rf"(?:(?<=[0-9)\]}}%$])|(?=,)),? ?(?:{_DENIAL})(?=[-+$\\(]{{0,3}}[0-9])", re.IGNORECASE)
+"""What follows is another answer, which is rejected: `12, a nie 13`."""
 HEDGED = re.compile(
     "[不没沒非無无或半几幾余餘]|以[上下内內外]|[大小多少][于於]|超[过過]|至[少多]|未満|より|ない|ません"
     "|아니|아닙|않|이상|이하|초과|미만|또는|혹은|नहीं"
