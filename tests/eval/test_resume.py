@@ -145,7 +145,7 @@ def test_its_seconds_are_those_of_all_starts(tiny_policy: PolicyConfig, tmp_path
     interrupt(whole, folder, len(rows), 3)
     main(make_config(tiny_policy, folder), resume=True)  # only the result was missing
     found = json.loads((folder / "eval.json").read_text())
-    assert found["seconds"] >= found["generation_seconds"] > 0
+    assert found["seconds"] >= round(found["generation_seconds"], 2) > 0  # it is written with two digits
 
 
 def test_a_damaged_chunk_is_found_and_sampled_again(
