@@ -684,7 +684,7 @@ audit nowhere.csv | 'openai/gsm8k'; check the name
 data gsm8k --task.path nowhere | check --task.path
 dpo own --model my-model --data gone.jsonl --dry-run | check --data
 rl demo extra | unexpected argument 'extra'
-rl runs/demo-rll | no recipe, file or folder 'runs/demo-rll' for 'whet rl'; did you mean 'runs/demo-rl'?
+rl ./my-modle | no recipe, file or folder './my-modle' for 'whet rl'; did you mean 'my-model'?
 rl demo --safety x | --safety is a group of fields
 rl demo --judge.model x | judge.* is read with rewards.judge only
 rl demo --teacher.coef 2 | teacher.coef is read with a teacher only
