@@ -194,6 +194,18 @@ def test_a_file_of_a_code_page_is_shown_as_it_would_read(
         assert first_row(tmp_path / "aufgaben-utf8.csv")["Frage"] == text
 
 
+def test_a_code_page_far_down_and_bytes_of_no_text_are_one_line_too(tmp_path: Path) -> None:
+    late = write(
+        tmp_path, b"question;answer\n" + b"a;1\n" * 3000 + "książka;2\n".encode("cp1250"), "late.csv"
+    )
+    with pytest.raises(UserError, match="if 'książka' is right"):
+        read_file(late, required=())
+    noise = write(tmp_path, bytes(range(128, 256)) * 500 + b"\n", "noise.csv")
+    with pytest.raises(UserError, match="not CSV in UTF-8") as caught:
+        first_row(noise)
+    assert len(str(caught.value)) < 1000
+
+
 @pytest.mark.parametrize("above", ["sep=;\r\n", "\ufeffsep=;\n", ""])
 def test_a_spreadsheets_csv_is_read_with_its_first_and_last_lines(above: str, tmp_path: Path) -> None:
     text = f"{above}question;answer;note\r\nHow many?;2,5;\r\n;;\r\n;;\r\n"

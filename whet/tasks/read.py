@@ -15,7 +15,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -156,9 +156,9 @@ def _no_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
 
     It shows a word as the likeliest code page has it, and as up to two others have it.
     """
-    sample = b"".join(line for _, (_, line) in zip(range(1000), _lines(path), strict=False))
+    sample = b"".join(islice((line for _, line in _lines(path) if not line.isascii()), 1000))
     pages = _likely_pages(sample)
-    words = [word for word in re.split(rb"[\s;,.:\"]+", sample) if not word.isascii()]
+    words = re.findall(rb"[^\s;,.:\"]{0,20}[\x80-\xff][^\s;,.:\"]{0,20}", sample)
     read = {page: [word.decode(page, "replace") for word in words] for page in pages}
     longest = sorted(range(len(words)), key=lambda at: -len(words[at]))[:100]
     shown = max(longest, key=lambda at: len({read[page][at] for page in pages}))

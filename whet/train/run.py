@@ -317,7 +317,7 @@ class Run:
             UserError: If too many steps in a row were not finite.
         """
         peak = f"{self.stage}/peak_memory_gib"
-        if peak in values:  # the process's own, which a resumed run begins anew
+        if peak in values:  # of this process; a resumed run is a new one
             values = {**values, peak: max(values[peak], self.last.get(peak, 0.0))}
         self.last |= values
         self._values = values

@@ -261,7 +261,7 @@ class Judge:
         return JudgeStats(**{name: count + self._earlier.get(name, 0) for name, count in own.items()})
 
     def restore(self, earlier: Mapping[str, int]) -> None:
-        """Count on from the `stats` of a run's earlier starts; the budget begins anew, and so do the cache's lines."""
+        """Continue from the `stats` of earlier starts; the budget and the count of corrupt lines start afresh."""
         self._earlier = {**earlier, "corrupt_lines": 0}
 
     def check(self, problem: Problem, ideal: str) -> None:

@@ -342,7 +342,7 @@ class RolloutSource:
     def how_far(self) -> str:
         """Say how far the sampling is, for the display of a long step."""
         stats = self._engine.stats
-        return f"{stats.decode_steps:,} decoding steps, {stats.new_tokens:,} tokens since it was started"
+        return f"{stats.decode_steps:,} decoding steps, {stats.new_tokens:,} tokens since the start of this process"
 
     def next(self, step: int, train: Callable[[Group], None] | None = None) -> Collected:
         """Return what a step trains on; the step before it is then over.
