@@ -172,6 +172,7 @@ def test_spreadsheets_unicode_text_is_read_and_half_of_it_refused(order: str, tm
             "if '¿Cuántos' is right (cp1250: 'żCuántos'): iconv",
         ),
         ("cp1250", "Paweł ma 9 jabłek i książkę", "if 'książkę' is right (cp1252: 'ksi¹¿kê'"),
+        ("cp1250", "Jabłko", "if 'Jabłko' is right: iconv"),
         ("cp1250", "Příklad: kolik je hrušek a třešní?", "if 'Pøíklad' is right (cp1250: 'Příklad'): iconv"),
         ("cp1254", "Ayşe'nin 9 elması var, ağaçta 5 kuş", 'cp1254: "Ayşe\'nin"'),
         ("cp1251", "У Пети 9 яблок, сколько осталось?", "if 'осталось?' is right: iconv"),

@@ -146,7 +146,7 @@ _CODE_PAGES = ("cp932", "gbk", "cp949", "cp1251", "cp1253", "cp1252", "cp1250", 
 """What Windows writes: Japanese, Chinese, Korean; Cyrillic, Greek; Western, Central European, Turkish."""
 _ASIAN, _LATIN = _CODE_PAGES[:3], _CODE_PAGES[5:]
 _SUITS = re.compile(
-    r"[^\W\d_\uff61-\uff9f\uffa0-\uffdf]|(?<!\w)[¿¡]|(?<=m)[²³](?!\w)|[«»„“”‘’‚‹›–—…•€£°º№¼½¾×÷·\u00a0\u3000-\u303f\uff00-\uff60]"
+    r"[^\W\d_¹²³\uff61-\uff9f\uffa0-\uffdf]|(?<!\w)[¿¡]|(?<=m)[²³](?!\w)|[«»„“”‘’‚‹›–—…•€£°º№¼½¾×÷·\u00a0\u3000-\u303f\uff00-\uff60]"
 )
 """Letters, and marks in their places; Polish read as Western has others inside words: `Pawe³`."""
 
