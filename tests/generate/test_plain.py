@@ -36,6 +36,7 @@ SHAPES = {
     "stretched": replace(SHAPE, rope_scaling=STRETCHED),
     "qwen2": replace(SHAPE, family="qwen2", num_kv_heads=4),
     "qwen3": replace(SHAPE, family="qwen3", num_kv_heads=1, head_dim=32),
+    "odd": replace(SHAPE, intermediate_size=75),
     "wide": replace(SHAPE, family="qwen2", hidden_size=512, head_dim=64, num_heads=6),
     "wide qwen3": replace(SHAPE, family="qwen3", hidden_size=512, intermediate_size=768),
 }
@@ -68,7 +69,7 @@ def make_cache(model: LanguageModel) -> KVCache:
 
 @pytest.mark.some(6)
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 3])
 def test_bits_are_those_of_the_general_path(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(threads)  # conftest.py sets it back
     model = make_model(SHAPES[name])

@@ -9,7 +9,7 @@ layer, and temporaries. Models, options or hooks that are unknown here take the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import cast
 
 import torch
@@ -40,6 +40,7 @@ KNOWN_OPTIONS = {"rope_scaling", "tie_embeddings", "attention_bias", "mlp_bias",
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 FEW_ROWS = 128
 """Up to this many rows the transposed product W x^T is faster: by 20 % at 64 rows, by 60 % at 16 (MKL, AVX2)."""
+SILU_ = partial(F.silu, inplace=True)
 WIDE = 512
 """From this width on transposing narrow layers' results back pays off; the feed-forward part's need not be."""
 
@@ -228,11 +229,11 @@ class PlainSteps:
     def _feed_forward(self, layer: _Layer, x_ND: torch.Tensor) -> torch.Tensor:
         gate, up, down = layer.mlp
         if not (self._turns_mlp and x_ND.shape[0] <= FEW_ROWS):
-            gated = F.silu(F.linear(x_ND, *gate), inplace=True)
+            gated = eager.row_wise(SILU_, F.linear(x_ND, *gate))
             return F.linear(gated.mul_(F.linear(x_ND, *up)), *down)
         # Transposed throughout: the element-wise operations between the products do not care.
         x_DN = x_ND.t()
-        gated = F.silu(_turned(x_DN, *gate), inplace=True)
+        gated = eager.row_wise(SILU_, _turned(x_DN, *gate))
         return _turned(gated.mul_(_turned(x_DN, *up)), *down).t()
 
 

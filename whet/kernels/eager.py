@@ -73,24 +73,22 @@ def row_wise(
     """Apply an element-wise function so that a number's bits do not depend on where it stands.
 
     PyTorch's vector code of silu, gelu or exp differs from the scalar code that computes what is left of a thread's
-    share after the last whole vector, so the same row would have other bits in a larger batch. Rows and shares of
-    whole vectors leave nothing to the scalar code.
+    share after the last whole vector, so the same row would have other bits in a larger batch. Shares of whole vectors
+    leave nothing to the scalar code.
 
     Args:
-        function: An element-wise function that takes zeros.
-        x: Its input [..., any width].
+        function: An element-wise function that takes zeros; it may overwrite its argument.
+        x: Its input, of any shape.
         needs_all_from: Numbers above which it takes all threads; 0: one thread more for every `GRAIN` numbers.
     """
-    surplus = -x.shape[-1] % LANES
-    if surplus:
-        padded = F.pad(x, (0, surplus))
-        return row_wise(function, padded, needs_all_from=needs_all_from)[..., : x.shape[-1]]
     x = x.contiguous()
-    first = _evenly_shared(x, needs_all_from)
-    if first == x.numel():
-        return function(x)
-    flat = x.view(-1)
-    return torch.cat((function(flat[:first]), function(flat[first:]))).view(x.shape)
+    flat, count = x.view(-1), x.numel()
+    surplus = -count % LANES
+    if surplus:
+        flat = F.pad(flat, (0, surplus))
+    first = _evenly_shared(flat, needs_all_from)
+    y = function(flat) if first == len(flat) else torch.cat((function(flat[:first]), function(flat[first:])))
+    return y[:count].view(x.shape)
 
 
 def _evenly_shared(x: torch.Tensor, needs_all_from: int) -> int:

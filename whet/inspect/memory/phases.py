@@ -24,7 +24,7 @@ from whet.kernels.cpu.attention import TILE
 from whet.kernels.cpu.head import KEEP_BYTES
 from whet.kernels.cpu.ops import CHANNELS, QUANTUM
 from whet.kernels.dispatch import OPERATIONS, Operation
-from whet.kernels.eager import LANES, RANKS, SLICE
+from whet.kernels.eager import RANKS, SLICE
 from whet.model.attention import (
     KEY_BLOCK,
     KEY_QUANTUM,
@@ -260,7 +260,7 @@ def saved_bytes(work: Workload, tokens: int, sequences: int, spec: LayerSpec = P
     per_token = shape.hidden_size * norm_bytes(work, 1 if shape.family == "gpt2" else 3) + 4
     per_token += _after_bytes(work, block.norms[1])
     if block.input_width:  # the gate, its activation, their product, and the norm after it
-        per_token += work.product_bytes * (2 * _padded(block.input_width) + block.input_width)
+        per_token += work.product_bytes * 3 * block.input_width
         per_token += _after_bytes(work, "norm")
     per_token += _adapter_row(work)
     return tokens * per_token + _mixer_bytes(work, tokens, sequences, spec) + feed_bytes(work, tokens, spec)
@@ -315,11 +315,6 @@ def _mixer_bytes(work: Workload, tokens: int, sequences: int, spec: LayerSpec) -
     return tokens * per_token + attention
 
 
-def _padded(width: int) -> int:
-    """Return the width of an element-wise function's rows."""
-    return round_up(width, LANES)
-
-
 def is_exact(work: Workload, spec: LayerSpec) -> bool:
     """Say whether a layer's scores are kept: PyTorch's fused kernel takes plain attention alone."""
     block = work.shape.block
@@ -332,9 +327,9 @@ def _delta_bytes(work: Workload, tokens: int, sequences: int) -> int:
     assert s is not None
     values = s.value_heads * s.value_dim
     mixed = 2 * s.key_heads * s.key_dim + values
-    per_token = a * s.kernel * mixed + 8 * _padded(mixed)  # windows, their sum and its activation
-    per_token += 8 * values + 8 * s.value_heads * _padded(s.value_dim) + a * values  # outputs, norm, gate
-    per_token += 16 * _padded(s.value_heads)  # decay and share of the correction
+    per_token = (a * s.kernel + 8) * mixed  # windows, their sum and its activation
+    per_token += (16 + a) * values  # outputs, norm, gate
+    per_token += 16 * s.value_heads  # decay and share of the correction
     steps = sequences * work.length * 4 * s.value_heads * (2 * s.key_dim + s.value_dim + 2)
     states = sequences * -(-work.length // STEPS) * 4 * values * s.key_dim
     return tokens * per_token + steps + states
@@ -367,8 +362,8 @@ def _kept_channels(work: Workload, width: int) -> int:
     """Return the channels of the tensors that a feed-forward part of some width saves: gate (with GELU what goes in and
     what comes out), up and their product."""
     if work.shape.family == "gpt2":
-        return 2 * _padded(width)
-    return 2 * _padded(width) + 2 * width if work.shape.block.activation == "gelu_tanh" else 3 * width
+        return 2 * width
+    return (4 if work.shape.block.activation == "gelu_tanh" else 3) * width
 
 
 def norm_bytes(work: Workload, num_readers: int) -> int:
