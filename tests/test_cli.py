@@ -257,11 +257,14 @@ ALL = "(whet toy toy-small --help lists all)"
         (["toy-small", "--level", "3"], "--level: got '3', expected one of 1, 2, 'all'"),
         (["toy-small", "--warm", "maybe"], "--warm: got 'maybe', expected true or false"),
         (["toy-small", "--no-warm", "true"], "--no-warm: got 'true', expected no value"),
-        (["toy-small", "--weights", "brief"], "--weights: got 'brief', expected names with float"),
+        (
+            ["toy-small", "--weights", "brief"],
+            "--weights: got 'brief', expected names with float, such as: --weights brief 1",
+        ),
         (["toy-small", "--weights.brief", "x"], "--weights.brief: got 'x', expected float"),
         (
             ["toy-small", "--weights", "a", "1", "a", "2"],
-            "--weights: got 'a' '1' 'a' '2', expected names with float",
+            "--weights: got 'a' '1' 'a' '2', expected names with float, such as: --weights a 1",
         ),
         (["toy-small", "--optim", "x"], "--optim is a group of fields; set one of them, as in --optim.lr"),
         (["toy-small", "--name", "a", "--name=b"], "--name is given twice"),

@@ -667,7 +667,8 @@ rl demo --optim.lr=-1 | lr = -1.0
 rl demo --algo grppo | did you mean 'grpo'?
 rl demo --algo | --algo: got ''
 rl demo --sampling.temperature 0 | greedy rollouts have no ratio
-rl demo --rewards correct | --rewards: got 'correct', expected names with float
+rl demo --rewards correct | --rewards: got 'correct', expected names with float, such as: --rewards correct 1
+rl demo --rewards correct=0.5 | --rewards: got 'correct=0.5', expected names with float, such as: --rewards correct 1
 rl demo --task arithmetics | did you mean 'arithmetic'?
 rl demo --task gms8k | did you mean 'gsm8k'?
 rl demo --task jsonl | task jsonl needs data: give its folder or file with --data

@@ -839,15 +839,18 @@ def _apply(
         try:
             value = False if negated else from_texts(hint, texts)
         except (ValueError, KeyError):
-            hint_ = _meant(hint, texts)
+            hint_ = _meant(hint, texts, option)
             raise UserError(f"{option}: got {got}, expected {expected(hint)}{hint_}") from None
         put(cls, data, path, value)
     return list(seen)
 
 
-def _meant(hint: Any, texts: Sequence[str]) -> str:
-    """Suggest the value of a field with few values that a wrong one means; '' for none."""
+def _meant(hint: Any, texts: Sequence[str], option: str) -> str:
+    """Suggest the value of a field with few values that a wrong one means, or show how names are given; '' for neither."""
     inner, _ = unwrap(hint)
+    if get_origin(inner) is dict:
+        name = re.split(r"[:=\s]", texts[0].strip("{}\"' "))[0] if texts else ""
+        return f", such as: {option} {name or 'NAME'} 1"
     if get_origin(inner) is not Literal or len(texts) != 1:
         return ""
     choices, text = [str(choice) for choice in get_args(inner)], texts[0].lower()
