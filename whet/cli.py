@@ -846,7 +846,7 @@ def _apply(
 
 
 def _meant(hint: Any, texts: Sequence[str], option: str) -> str:
-    """Suggest the value of a field with few values that a wrong one means, or show how names are given; '' for neither."""
+    """Suggest the value of a field with few values that a wrong one means, or show how names are given, or ''."""
     inner, _ = unwrap(hint)
     if get_origin(inner) is dict:
         name = re.split(r"[:=\s]", texts[0].strip("{}\"' "))[0] if texts else ""

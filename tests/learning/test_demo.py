@@ -89,17 +89,19 @@ def test_structure_of_the_demo_with_a_real_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every chapter, with a tiny pretrained model in place of the real one: `make slow` takes that."""
+    tiny = PolicyConfig(init=str(STORIES), schema="anywhere", template="base")
+    few_sft = replace(sft.smollm2_words(), policy=tiny, num_steps=2, batch_size=2)
     recipe = rl.smollm2_words()
     few = replace(
         recipe,
-        policy=PolicyConfig(init=str(STORIES), schema="anywhere", template="base"),
         sampling=replace(recipe.sampling, max_new_tokens=12),
         num_steps=2,
         num_prompts=2,
         group_size=2,
         preflight="warn",
     )
-    monkeypatch.setattr(real, "smollm2_words", lambda: few)
+    monkeypatch.setattr(sft, "smollm2_words", lambda: few_sft)
+    monkeypatch.setattr(rl, "smollm2_words", lambda: few)
     monkeypatch.setattr(real, "NUM_FACTS", 2)
     monkeypatch.setattr(real, "EXAM_TOKENS", 12)
     monkeypatch.setattr("whet.editing.editor.OWN_TOKENS", 1_000)

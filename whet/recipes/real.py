@@ -1,6 +1,6 @@
-"""`whet demo --real`: a pretrained model, SmolLM2-135M-Instruct, learns word problems by reinforcement alone; then what
-that is beside brevity, what it carries over to, what it forgot, twenty facts rewritten, the weight that it cannot do
-without, and the same answers in llama.cpp. One page."""
+"""`whet demo --real`: a pretrained model, SmolLM2-135M-Instruct, learns word problems from some worked solutions and by
+reinforcement; then what that is beside brevity, what it carries over to, what it forgot, twenty facts rewritten, the
+weight that it cannot do without, and the same answers in llama.cpp. One page."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ from whet.generate.engine import Request
 from whet.generate.policy import Policy, PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.model.lora.side import LoRAConfig
-from whet.recipes.rl import smollm2_words
+from whet.recipes import rl as rl_recipes
+from whet.recipes import sft as sft_recipes
 from whet.recipes.stages import Exam, write_summary
 from whet.report.html import CHAPTERS, write_page
 from whet.report.markdown import write_report
@@ -48,7 +49,7 @@ from whet.storage.folder import open_run
 from whet.tasks.base import load_task
 from whet.telemetry.display import advancing, open_display
 from whet.telemetry.provenance import write_environment
-from whet.train import rl
+from whet.train import rl, sft
 from whet.train.data.demonstrations import sequences_of
 from whet.train.session import next_steps
 from whet.types import Problem, UserError
@@ -68,14 +69,18 @@ BRIEFLY = "Answer in one short sentence that shows the calculation, such as: 2 +
 STAGES = {
     "base": "SmolLM2-135M-Instruct as it is (dequantised Q4_1), asked as its own template asks",
     "brief": "the same, asked for one short sentence with its calculation",
+    "sft": "after fine-tuning on a few hundred worked solutions, for a minute",
     "rl": "after reinforcement: right answers pay, nothing else",
     "base_others": "other kinds of problems, of other people and things: before",
-    "rl_others": "and after: none of them was trained on",
+    "sft_others": "after fine-tuning",
+    "rl_others": "and after reinforcement: none of them was trained on",
 }
+TRAINED = {"sft": "fine-tuning", "rl": "reinforcement"}
+"""The stages that train."""
 TOLD = (
     "A real model learns to reason",
-    "SmolLM2-135M-Instruct can chat, and gets one word problem in seven right. It now practises alone: it tries each "
-    "problem four times, and right answers pay (GRPO). It sees no worked solution.",
+    "SmolLM2-135M-Instruct can chat, and gets one word problem in seven right. It reads a few hundred worked "
+    "solutions, once. Then it practises alone: it tries each problem eight times, and right answers pay (GRPO).",
 )
 EQUATION = re.compile(
     r"(?<![\d.,])(\d+) ?([-+*x×/÷−]) ?(\d+)(?: ?([-+−]) ?(\d+))? ?= ?(?:\$ ?)?(\d+)(?![\d,]|\.\d)"
@@ -131,13 +136,17 @@ def run(
     Raises:
         UserError: If the model is not there.
     """
-    config = smollm2_words()
-    config = replace(config, out=str(folder / "rl"), seed=seed, num_steps=num_steps or config.num_steps)
+    lesson, config = sft_recipes.smollm2_words(), rl_recipes.smollm2_words()
+    lesson = replace(lesson, out=str(folder / "sft"), seed=seed)
+    taught = replace(config.policy, init=lesson.out)
+    config = replace(
+        config, out=str(folder / "rl"), policy=taught, seed=seed, num_steps=num_steps or config.num_steps
+    )
     if lora:
-        config = replace(
-            config, lora=LoRAConfig(rank=16), optim=replace(config.optim, lr=10 * config.optim.lr)
-        )
-    base = load_policy(config.policy, seed=seed)  # before a folder is made: it may not be there
+        low_rank = LoRAConfig(rank=16)
+        lesson = replace(lesson, lora=low_rank, optim=replace(lesson.optim, lr=10 * lesson.optim.lr))
+        config = replace(config, lora=low_rank, optim=replace(config.optim, lr=10 * config.optim.lr))
+    base = load_policy(lesson.policy, seed=seed)  # before a folder is made: it may not be there
     open_run(folder, text, resumable=False)
     console.print(Panel(_introduction(), padding=(1, 2), width=88, title=TOLD[0]))
     console.print(f"kernels: {write_environment(folder)['kernels']}")
@@ -149,70 +158,59 @@ def run(
         task=load_task(config.task),
         split=split,
         num_samples=num_samples,
-        sampling=replace(config.sampling, max_new_tokens=EXAM_TOKENS),
+        sampling=SamplingParams(temperature=0.7, max_new_tokens=EXAM_TOKENS),
         seed=seed,
     )
     other_exam = replace(exam, config=others, task=load_task(others))
     problems = take_problems(exam.task, split, num_problems)
     other_problems = take_problems(other_exam.task, split, num_problems)
-    base.expect("number")
-    results = {
-        "base": exam.measure(base, config.policy, "base", STAGES["base"], problems),
-        "base_others": other_exam.measure(
-            base,
-            config.policy,
-            "base_others",
-            STAGES["base_others"],
-            other_problems,
-            **{BESIDE: "Of other kinds the base gets"},
-        ),
-    }
-    asked = replace(config.policy, system_prompt=BRIEFLY)
-    brief = load_policy(asked, seed=seed)
-    brief.expect("number")
-    results["brief"] = exam.measure(
-        brief,
-        asked,
-        "brief",
-        STAGES["brief"],
-        problems,
-        **{BESIDE: "Asked for one short sentence, the base gets"},
-    )
-    del brief
+    results: dict[str, EvalResult] = {}
 
-    began_rl = time.perf_counter(), time.process_time()
-    after = rl.train(config)
-    seconds_rl = time.perf_counter() - began_rl[0], time.process_time() - began_rl[1]
-    trained = PolicyConfig(init=config.out, max_rows=config.policy.max_rows)
-    after = load_policy(trained, seed=seed)  # as anybody would load it; an adapter is merged
-    after.expect("number")
-    results["rl"] = exam.measure(after, trained, "rl", STAGES["rl"], problems)
-    results["rl_others"] = other_exam.measure(
-        after,
-        trained,
-        "rl_others",
-        STAGES["rl_others"],
-        other_problems,
-        **{BESIDE: "Of other kinds it gets, after reinforcement,"},
-    )
+    def measure(policy: Policy, source: PolicyConfig, stage: str, told: str = "") -> None:
+        policy.expect("number")
+        beside = {BESIDE: told} if told else {}
+        on, rows = (other_exam, other_problems) if stage.endswith("others") else (exam, problems)
+        results[stage] = on.measure(policy, source, stage, STAGES[stage], rows, **beside)
+
+    measure(base, lesson.policy, "base")
+    measure(base, lesson.policy, "base_others", "Of other kinds the base gets")
+    asked = replace(lesson.policy, system_prompt=BRIEFLY)
+    measure(load_policy(asked, seed=seed), asked, "brief", "Asked for one short sentence, the base gets")
+    after, seconds = base, {}
+    for stage, train, out in (
+        ("sft", lambda: sft.train(lesson), lesson.out),
+        ("rl", lambda: rl.train(config), config.out),
+    ):
+        began_stage = time.perf_counter(), time.process_time()
+        train()
+        seconds[stage] = time.perf_counter() - began_stage[0], time.process_time() - began_stage[1]
+        trained = PolicyConfig(init=out, max_rows=config.policy.max_rows)
+        after = load_policy(trained, seed=seed)  # as anybody would load it; an adapter is merged
+        measure(after, trained, stage)
+        measure(after, trained, f"{stage}_others", f"Of other kinds it gets, after {TRAINED[stage]},")
     results = {stage: results[stage] for stage in STAGES}
-    num_draws = config.num_steps * config.num_prompts * config.group_size
+    tries = config.num_steps * config.num_prompts * config.group_size
+    amount = {
+        "sft": f"{lesson.num_steps * lesson.batch_size:,} worked solutions",
+        "rl": f"{tries:,} tries of its own",
+    }
     chapters = [
         _talks(base, after),
-        _learning(results, config.num_steps, num_draws, *seconds_rl),
+        _learning(results, amount, seconds),
         _transfer(results),
         _forgetting(base, after, seed),
     ]
     for write in (
         lambda: _super_weight(base, exam.task.problems("train")),
         lambda: _exported(config.out, folder / "gguf"),
-        lambda: _facts(after, trained, seed),  # last: it changes the model
+        lambda: _facts(after, config.out, seed),  # last: it changes the model
     ):
         chapters.append(write())
     (folder / CHAPTERS).write_text(json.dumps([vars(chapter) for chapter in chapters], indent=1) + "\n")
-    seconds, work = time.perf_counter() - began, time.process_time() - began_work
-    write_summary(folder, results, seconds, work)
-    write_report(folder / "rl")
+    total, work = time.perf_counter() - began, time.process_time() - began_work
+    write_summary(folder, results, total, work)
+    for stage in TRAINED:
+        write_report(folder / stage)
     found = overview([read_part(folder / "eval" / stage, stage) for stage in results])
     headline = found["headline"] if found else ""
     for chapter in chapters:
@@ -221,8 +219,9 @@ def run(
     write_page(folder, folder / "report.html")
     console.print(f"\n[bold]{escape(headline)}.[/bold]")
     console.print(
-        f"{seconds / 60:.0f} minutes, {work:,.0f} s of processor time, {seconds_rl[1]:,.0f} of them training. "
-        f"Open {folder / 'report.html'} in a browser: all of this, the curves, and every completion.",
+        f"{total / 60:.0f} minutes, {sum(clock for clock, _ in seconds.values()) / 60:.0f} of them training; "
+        f"{work:,.0f} s of processor time. Open {folder / 'report.html'} in a browser: all of this, the curves, and "
+        "every completion.",
         soft_wrap=True,
         highlight=False,
     )
@@ -286,11 +285,17 @@ def equations(text: str) -> tuple[int, int]:
 
 
 def _learning(
-    results: dict[str, EvalResult], num_steps: int, num_draws: int, seconds: float, work: float
+    results: dict[str, EvalResult], amount: dict[str, str], seconds: dict[str, tuple[float, float]]
 ) -> Chapter:
-    """Say what is brevity, and what is reasoning."""
+    """Say what is brevity, and what is reasoning.
+
+    Args:
+        results: Evaluations by stage.
+        amount: What each stage that trains has read or written, in words.
+        seconds: Of the clock and of processors, by stage.
+    """
     rows = []
-    for stage in ("base", "brief", "rl"):
+    for stage in ("base", "brief", *TRAINED):
         found = results[stage]
         texts = [done.text for row in found.samples for done in row]
         counted = [equations(text) for text in texts]
@@ -305,20 +310,20 @@ def _learning(
             ]
         )
     right, tokens = (
-        {stage: results[stage].metrics[name].mean for stage in ("base", "brief", "rl")}
+        {stage: results[stage].metrics[name].mean for stage in ("base", "brief", *TRAINED)}
         for name in ("pass@1", "completion_tokens")
     )
-    gain, by_brevity = right["rl"] - right["base"], right["brief"] - right["base"]
-    judged = "There is no gain to explain."
-    if gain > 0:
-        judged = f"So being asked for brevity brings {max(0.0, by_brevity / gain):.0%} of the gain."
+    took = ", then ".join(
+        f"{amount[stage]} in {clock / 60:.1f} minutes by the clock ({work:,.0f} s of processor time)"
+        for stage, (clock, work) in seconds.items()
+    )
     return Chapter(
         title="Reasoning, or brevity?",
-        text=f"{num_steps} steps, {num_draws:,} tries of its own, {seconds / 60:.1f} minutes by the clock, "
-        f"{work:,.0f} s of processor time. Asked for one short sentence, it writes {tokens['brief']:.0f} tokens "
-        f"instead of {tokens['base']:.0f}, and gets {right['brief']:.0%} right instead of {right['base']:.0%}, "
-        f"reinforced {tokens['rl']:.0f} and gets {right['rl']:.0%}. {judged} The last columns count the "
-        "equations that answers state, and the true ones among them: arithmetic by itself.",
+        text=f"It had {took}. Asked for one short sentence, the base writes {tokens['brief']:.0f} tokens instead of "
+        f"{tokens['base']:.0f}, and gets {right['brief']:.0%} right instead of {right['base']:.0%}. Fine-tuned, it "
+        f"writes {tokens['sft']:.0f}, and gets {right['sft']:.0%} right; reinforced {tokens['rl']:.0f}, and "
+        f"{right['rl']:.0%}. The last columns count the equations that answers state, and the true ones among them: "
+        "arithmetic by itself.",
         head=(
             "",
             "right (pass@1)",
@@ -349,40 +354,52 @@ SIGNS = {"+": "a + b", "-": "a - b", "*": "a × b", "/": "a ÷ b", "+-": "a + b 
 """What the working of a problem computes, as the page names it."""
 
 
-def _gain(told: str, metric: str, before: Sequence[float | None], after: Sequence[float | None]) -> list[str]:
-    """Return a row of the table of what carries over: a paired comparison."""
-    found = compare_scores(metric, before, after)
-    assert found is not None
-    gain = found.difference
-    points = f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
-    return [told, metric, f"{found.a:.1%}", f"{found.b:.1%}", points, show_p(found.p)]
+def _gains(told: str, metric: str, scores: Sequence[Sequence[float | None]]) -> list[str]:
+    """Return a row of the table of what carries over: the stages, the last compared with each of those before."""
+    *earlier, last = scores
+    compared = [compare_scores(metric, one, last) for one in earlier]
+    cells = [told, metric]
+    cells += [f"{found.a:.1%}" for found in compared if found] + [
+        f"{found.b:.1%}" for found in compared[-1:] if found
+    ]
+    for found in compared:
+        assert found is not None
+        gain = found.difference
+        cells += [
+            f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})",
+            show_p(found.p),
+        ]
+    return cells
 
 
 def _transfer(results: dict[str, EvalResult]) -> Chapter:
-    """Compare before and after by problem, on kinds that were trained on, and on others."""
+    """Compare the stages by problem, on kinds that were trained on, and on others."""
     rows = []
-    for told, before, after in (
-        ("kinds that were trained on", "base", "rl"),
-        ("other kinds", "base_others", "rl_others"),
-    ):
-        one, other = _scores(results[before]), _scores(results[after])
-        rows += [_gain(told, metric, one[metric], other[metric]) for metric in ("pass@1", "greedy")]
-        signs = ["".join(re.findall(" ([-+*/]) ", problem.solution)) for problem in results[before].problems]
+    for told, end in (("kinds that were trained on", ""), ("other kinds", "_others")):
+        stages = [_scores(results[stage + end]) for stage in ("base", *TRAINED)]
+        rows += [_gains(told, metric, [one[metric] for one in stages]) for metric in ("pass@1", "greedy")]
+        problems = results["base" + end].problems
+        signs = ["".join(re.findall(" ([-+*/]) ", problem.solution)) for problem in problems]
         for kind in sorted(set(signs), key=lambda text: (len(text), text)):
             places = [place for place, text in enumerate(signs) if text == kind]
-            rows.append(
-                _gain(
-                    f"{len(places)} of these: {SIGNS.get(kind, kind)}",
-                    "pass@1",
-                    [one["pass@1"][place] for place in places],
-                    [other["pass@1"][place] for place in places],
-                )
-            )
+            told_kind = f"{len(places)} of these: {SIGNS.get(kind, kind)}"
+            picked = [[one["pass@1"][place] for place in places] for one in stages]
+            rows.append(_gains(told_kind, "pass@1", picked))
     return Chapter(
         title="What carries over",
         text="The other kinds of problems (adding what two people have, how many more, selling and getting, dividing) "
         "have other names and things, too. None was trained on. Differences are paired, problem by problem.",
-        head=("problems", "measure", "before", "after", "points", "p"),
+        head=(
+            "problems",
+            "measure",
+            "base",
+            "fine-tuned",
+            "reinforced",
+            "points, of both stages",
+            "p",
+            "points, of reinforcement",
+            "p",
+        ),
         rows=rows,
     )
 
@@ -484,13 +501,13 @@ def _exported(model: str, out: Path) -> Chapter:
     )
 
 
-def _facts(after: Policy, source: PolicyConfig, seed: int) -> Chapter:
+def _facts(after: Policy, source: str, seed: int) -> Chapter:
     """Write twenty facts into the trained model at once."""
     facts = read_facts(FACTS)[:NUM_FACTS]
     shown = facts[:: max(1, len(facts) // 3)][:3]
     questions = [f"Go on: {fact.text}" for fact in shown]
     before = answers(after, questions, 24)
-    editor = open_editor(after, source.init)
+    editor = open_editor(after, source)
     with open_display("write facts", len(facts), (), unit="fact") as display:
         content = write_and_measure(
             editor, facts, MethodConfig(), seed=seed, tell=display.begin, advance=advancing(display)

@@ -128,6 +128,18 @@ def smollm2_gsm8k() -> SFTConfig:
     )
 
 
+def smollm2_words() -> SFTConfig:
+    """SmolLM2-135M-Instruct on 320 worked solutions of word problems, in a minute: it cannot solve two steps at all."""
+    return SFTConfig(
+        out="runs/smollm2-words-sft",
+        policy=PolicyConfig(init="smollm2", schema="anywhere", max_rows=64),
+        task=TaskConfig(name="words", level=1),
+        optim=OptimConfig(lr=2e-5, warmup_steps=10, weight_decay=0.01, beta2=0.99, precision="auto"),
+        num_steps=20,
+        batch_size=16,
+    )
+
+
 def chess_boards() -> SFTConfig:
     """What moves do, from random weights: the next board, and lists of legal moves; no Stockfish is needed."""
     return SFTConfig(
@@ -308,6 +320,7 @@ RECIPES: dict[str, Callable[[], SFTConfig]] = {
     "stories260k-gsm8k": stories260k_gsm8k,
     "gpt2-gsm8k": gpt2_gsm8k,
     "smollm2-gsm8k": smollm2_gsm8k,
+    "smollm2-words": smollm2_words,
     "chess-boards": chess_boards,
     "chess": chess,
     "facts": facts,

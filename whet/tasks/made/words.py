@@ -17,24 +17,29 @@ THINGS = (
 )
 """Of level 1, and of level 2."""
 
-# (question, working, answer) by level; n and m are names, o things, a, b, c and k numbers that are drawn.
+# (question, working, answer, solution) by level; n and m are names, o things, a, b, c and k numbers that are drawn.
 FORMS = (
     (
-        ("{n} has {a} {o}. Then {n} gets {b} more. How many {o} does {n} have now?", "{a} + {b} = {sum}", "{sum}"),
-        ("{n} had {sum} {o} and gave away {b}. How many {o} are left?", "{sum} - {b} = {a}", "{a}"),
+        ("{n} has {a} {o}. Then {n} gets {b} more. How many {o} does {n} have now?", "{a} + {b} = {sum}", "{sum}",
+         "{n} has {a} + {b} = {sum} {o} now."),
+        ("{n} had {sum} {o} and gave away {b}. How many {o} are left?", "{sum} - {b} = {a}", "{a}",
+         "{sum} - {b} = {a} {o} are left."),
         ("{n} has {a} {o}, buys {b} more and loses {c}. How many {o} does {n} have now?",
-         "{a} + {b} = {sum}\n{sum} - {c} = {rest}", "{rest}"),
-        ("{n} has {k} bags with {b} {o} each. How many {o} are there in all?", "{k} * {b} = {product}", "{product}"),
+         "{a} + {b} = {sum}\n{sum} - {c} = {rest}", "{rest}",
+         "{n} has {a} + {b} = {sum} {o}, then {sum} - {c} = {rest} {o}."),
+        ("{n} has {k} bags with {b} {o} each. How many {o} are there in all?", "{k} * {b} = {product}", "{product}",
+         "There are {k} * {b} = {product} {o} in all."),
     ),
     (
         ("{n} collected {a} {o}. {m} collected {b}. How many {o} did they collect together?",
-         "{a} + {b} = {sum}", "{sum}"),
+         "{a} + {b} = {sum}", "{sum}", "Together they collected {a} + {b} = {sum} {o}."),
         ("{n} has {sum} {o} and {m} has {b}. How many more {o} does {n} have than {m}?",
-         "{sum} - {b} = {a}", "{a}"),
+         "{sum} - {b} = {a}", "{a}", "{n} has {sum} - {b} = {a} {o} more."),
         ("A shop had {sum} {o}. It sold {b} in the morning and got {c} new ones later. How many {o} does it have now?",
-         "{sum} - {b} = {a}\n{a} + {c} = {grown}", "{grown}"),
+         "{sum} - {b} = {a}\n{a} + {c} = {grown}", "{grown}",
+         "It has {sum} - {b} = {a} {o}, then {a} + {c} = {grown} {o}."),
         ("{n} puts {product} {o} into {k} boxes, the same number in each. How many {o} are in a box?",
-         "{product} / {k} = {b}", "{b}"),
+         "{product} / {k} = {b}", "{b}", "There are {product} / {k} = {b} {o} in a box."),
     ),
 )  # fmt: skip
 
@@ -67,7 +72,7 @@ def is_right(problem: Problem, answer: str) -> bool:
 
 def _make(draw: Draw, level: int) -> list[Draft]:
     kind = draw.below(len(FORMS[level - 1]))
-    question, working, answer = FORMS[level - 1][kind]
+    question, working, answer, solution = FORMS[level - 1][kind]
     n, m = draw.shuffled(NAMES[level - 1])[:2]
     a, b, k = draw.between(2, 15), draw.between(2, 15), draw.between(2, 5)
     if "{k}" in question:
@@ -77,4 +82,5 @@ def _make(draw: Draw, level: int) -> list[Draft]:
     values = {"n": n, "m": m, "o": draw.one(THINGS[level - 1]), "a": a, "b": b, "c": c, "k": k, **numbers}
     # What a kind does not name makes no difference.
     key = f"{level}.{kind} " + working.format_map(values)
-    return [Draft(key, question.format_map(values), answer.format_map(values), working.format_map(values))]
+    question, answer, solution = (form.format_map(values) for form in (question, answer, solution))
+    return [Draft(key, question, answer, solution)]
