@@ -299,7 +299,12 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda f, t: whet.rl(f, [{"question": "x", "problem": "y"}], out=t),
         "could each be the prompt",
     ),
-    "a name": (lambda f, t: whet.Task.from_rows("gsm9k"), "no such file or folder, nor a task"),
+    "a name": (
+        lambda f, t: whet.Task.from_rows("gsm9k"),
+        "'gsm9k': no such file or folder, nor a task; did you mean 'gsm8k'?",
+    ),
+    "no name": (lambda f, t: whet.Task.from_rows("sums"), "nor a task; the tasks are arithmetic, "),
+    "a file": (lambda f, t: whet.evaluate(f, "nothing.csv"), "'nothing.csv': no such file; check the path"),
     "a model": (lambda f, t: whet.load(f / "nothing" / "here"), "nothing/here"),
     "a value": (lambda f, t: whet.rl(f, ROWS, out=t, max_new_tokens=0), "max_new_tokens = 0"),
     "a lambda": (

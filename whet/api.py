@@ -48,6 +48,7 @@ from whet.config import (
     groups,
     leaves,
     meant,
+    near_file,
     to_dict,
     unwrap,
     user_path,
@@ -455,9 +456,12 @@ class Task:
             if is_hub_name(str(rows)):
                 return cls(_made(TaskConfig, {"name": "hub", "path": str(rows), **columns}))
             if not Path(rows).exists():
+                if Path(rows).suffix:
+                    raise UserError(f"{str(rows)!r}: no such file; {near_file(rows) or 'check the path'}")
+                near = closest(str(rows), list(tasks.OPTIONS))
                 raise UserError(
-                    f"{str(rows)!r}: no such file or folder, nor a task; expected rows, a path, a hub name, or one of "
-                    f"{', '.join(tasks.OPTIONS)}"
+                    f"{str(rows)!r}: no such file or folder, nor a task; "
+                    + (f"did you mean {near!r}?" if near else f"the tasks are {', '.join(tasks.OPTIONS)}")
                 )
             path = str(Path(rows).resolve())
         else:
