@@ -109,10 +109,11 @@ def test_master_weights_go_the_way_of_a_float32_model(bits: int, monkeypatch: py
     monkeypatch.setattr("whet.train.optim.step.CHUNK", {"cpu": 1024})
     config = replace(FREE, adam_bits=bits, max_grad_norm=0.5)
     narrow, wide = make(torch.bfloat16), make()
+    narrows = Optimizer(narrow, config)
     with torch.no_grad():
-        for parameter, other in zip(wide.parameters(), narrow.parameters(), strict=True):
-            parameter.copy_(other)
-    optimizers = Optimizer(narrow, config), Optimizer(wide, config)
+        for name, parameter in wide.named_parameters():
+            parameter.copy_(narrows.tensors()[f"{name}/master"])
+    optimizers = narrows, Optimizer(wide, config)
     for step in range(5):
         loss_of(narrow, step).backward()
         for parameter, other in zip(wide.parameters(), narrow.parameters(), strict=True):
@@ -137,13 +138,13 @@ def test_master_weights_go_the_way_of_a_float32_model(bits: int, monkeypatch: py
 
 
 def test_adamw_of_a_bfloat16_model_against_float64() -> None:
-    weight = torch.randn(300, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
-    model = torch.nn.Linear(40, 300, bias=False)
+    weight = torch.randn(300, 400, generator=torch.Generator().manual_seed(0)).bfloat16()
+    model = torch.nn.Linear(400, 300, bias=False)
     model.weight = torch.nn.Parameter(weight.clone())
     config = replace(FREE, beta1=0.8, beta2=0.97, eps=1e-6, weight_decay=0.2)
     optimizer = Optimizer(model, config)
-    exact = weight.double()
-    first, second = torch.zeros_like(exact), torch.zeros_like(exact)
+    start = optimizer.tensors()["weight/master"].double()
+    exact, first, second = start, torch.zeros_like(start), torch.zeros_like(start)
     for step in range(20):
         generator = torch.Generator().manual_seed(step)
         gradient = (torch.randn(exact.shape, generator=generator) * 1e-2).bfloat16()
@@ -153,11 +154,14 @@ def test_adamw_of_a_bfloat16_model_against_float64() -> None:
         mean, square = first / (1 - 0.8 ** (step + 1)), second / (1 - 0.97 ** (step + 1))
         exact = exact * (1 - 1e-5 * 0.2) - 1e-5 * mean / (square.sqrt() + 1e-6)
     master = optimizer.tensors()["weight/master"].double()
-    # Three roundings to float32 in each of 20 steps (decay, its product, the sum); the steps add up to 2e-4, of which
-    # bfloat16 would have kept next to nothing: half its spacing is 4e-3 at 1.
+    # Three roundings to float32 in each of 20 steps (decay, its product, the sum); the steps add up to 2e-4, and half
+    # the spacing of bfloat16 is 4e-3 at 1: few weights move by a step, and all of them on average by the update.
     torch.testing.assert_close(master, exact, rtol=60 * 2**-24, atol=1e-9)
-    assert (master != weight.double()).double().mean() > 0.999
-    assert (model.weight != weight).double().mean() < 0.2
+    assert (master != start).double().mean() > 0.999
+    moved = model.weight.detach().double() - weight.double()
+    assert (moved != 0).double().mean() < 0.2
+    slope = (moved * (exact - start)).sum() / (exact - start).square().sum()
+    assert slope == pytest.approx(1.0, abs=0.15)  # four standard deviations
 
 
 @pytest.mark.usefixtures("either")
@@ -698,3 +702,38 @@ def test_biases_of_all_experts_in_one_tensor_are_biases(name: Any) -> None:
     decayed = {n for n, parameter in model.named_parameters() if not torch.equal(parameter, before[n])}
     assert any(n.endswith("gate_up_proj_bias") for n in before)
     assert decayed == {n for n, p in before.items() if p.dim() >= 2 and not n.endswith("bias")}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_weights_of_16_bits_move_by_their_updates_on_average(dtype: torch.dtype, is_offloaded: bool) -> None:
+    """An update of a tenth of a step of 16 bits moves a tenth of them by a step; from the grid none would move."""
+    generator = torch.Generator().manual_seed(0)
+    before = torch.randn((300, 1000), generator=generator).to(dtype)
+    before[7] = 0.0
+    parameter = before.clone()
+    master = Master(parameter, is_offloaded=is_offloaded)
+    master.dither([torch.arange(300), torch.arange(1000)], key=1)
+    assert torch.equal(parameter, before)
+    start = master.read().clone().view_as(before)
+    assert not start[7].any()
+    step = torch.finfo(dtype).eps * 2.0 ** torch.floor(torch.log2(before.float().abs().clamp(min=1e-3)))
+    offset = ((start - before.float()) / step)[before.float().abs() > 1e-3]
+    assert offset.abs().max() <= 0.5
+    assert abs(offset.mean()) < 2e-3  # five standard deviations of uniform ones
+    assert offset.square().mean() == pytest.approx(1 / 12, rel=0.02)
+    master.write(start.add(0.1 * step).view(-1))
+    moved = ((parameter.float() - before.float()) / step)[before.float().abs() > 1e-3]
+    assert moved.mean() == pytest.approx(0.1, abs=3e-3)
+    assert float((moved != 0).float().mean()) == pytest.approx(0.1, abs=5e-3)
+
+
+def test_shares_of_weights_draw_the_bits_of_the_whole() -> None:
+    whole, part = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((40, 30), (10, 20)))
+    one, other = (Master(tensor, is_offloaded=False) for tensor in (whole, part))
+    one.dither([torch.arange(40), torch.arange(30)], key=5)
+    other.dither([torch.arange(20, 30), torch.arange(10, 30)], key=5)
+    assert torch.equal(other.read().view(10, 20), one.read().view(40, 30)[20:30, 10:30])
+    third = Master(whole.clone(), is_offloaded=False)
+    third.dither([torch.arange(40), torch.arange(30)], key=6)
+    assert not torch.equal(third.read(), one.read())

@@ -382,6 +382,13 @@ def part_of(tensor: torch.Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
+def places_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return for each axis the places in the whole tensor, sharded or not, of what this rank holds (int64)."""
+    if not is_share(tensor):
+        return [torch.arange(size) for size in tensor.shape]
+    return [torch.arange(part.start, part.stop) for part in part_of(tensor)]
+
+
 def rows_of(tensor: torch.Tensor) -> slice:
     """Return the rows of a tensor, sharded by rows, that this rank holds."""
     return part_of(tensor)[0]

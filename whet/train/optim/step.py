@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +40,7 @@ from whet.ranks.fsdp import (
     local,
     outer_parameters,
     part_of,
+    places_of,
     shard_model,
     share_of,
     sum_over_shares,
@@ -381,6 +383,8 @@ class Optimizer:
         self._masters = [
             Master(local(parameter), is_offloaded=config.offload_state) for _, parameter in self._named
         ]
+        for master, (name, parameter) in zip(self._masters, self._named, strict=True):
+            master.dither(places_of(parameter), zlib.crc32(name.encode()) << 20)
         self._packed: dict[int, Moments] = {}
         self._first: list[torch.Tensor] = []
         self._second: list[torch.Tensor] = []
