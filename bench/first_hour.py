@@ -270,6 +270,7 @@ class Hour:
     def real(self) -> None:
         """Walk the pages with the real model: their files, their commands, and each kind of line told there once."""
         seen: set[str] = set()
+        typed: list[list[str]] = []  # nobody types a line of the page again that a command before it told
         pages = [*OWN_FILES.items(), *page_of(ROOT / "docs" / "bring_your_own.md")]
         readme = [("", line) for _, line in page_of(ROOT / "README.md") if line.startswith(README_LINES)]
         for name, text in [*pages, *readme]:
@@ -287,11 +288,15 @@ class Hour:
             elif {"math", "hub", "gsm8k"} & set(words):
                 print(f"skip         needs the hub: {shlex.join(words)}", flush=True)
                 continue
+            if words in typed:
+                print(f"told         {shlex.join(words)}", flush=True)
+                continue
             for line in self._real("as printed", words):
                 told = shlex.split(line)
                 kind = " ".join([*words[1:2], *told[:2], *(["--prompts"] if "--prompts" in told else [])])
                 if told[0] == "whet" and kind not in seen:
                     seen.add(kind)
+                    typed.append(shlex.split(line.replace(" --task jsonl --data ", " --data ")))
                     self._real("told", told)
 
     def _real(self, what: str, words: list[str]) -> list[str]:
