@@ -180,7 +180,7 @@ def next_lines(said: str) -> list[str]:
         if is_next:
             found.append(line.removeprefix("next: ").strip())
         elif line.startswith("more steps: "):
-            found.append(line.removeprefix("more steps: ") + " --optim.warmup-steps 0")
+            found.append(line.removeprefix("more steps: "))
     return found
 
 

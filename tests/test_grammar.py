@@ -461,7 +461,7 @@ def test_the_hour_with_a_real_model_sees_what_misleads() -> None:
     assert len(hour.misleads("truncated 61.6 %")) == 1
     assert not hour.misleads("truncated 61.6 %\n62 % of the samples were cut off before they ended")
     said = "done: x\nnext: whet chat x\n      whet report x\nmore steps: whet rl x --resume --num-steps 4\n  other"
-    told = ["whet chat x", "whet report x", "whet rl x --resume --num-steps 4 --optim.warmup-steps 0"]
+    told = ["whet chat x", "whet report x", "whet rl x --resume --num-steps 4"]
     assert hour.next_lines(said) == told
     page = hour.page_of(ROOT / "docs/bring_your_own.md")
     assert tuple(name for name, _ in page if name)[:2] == ("rows.py", "my_reward.py")

@@ -25,7 +25,7 @@ from whet.compress.quantize.measure import SuperWeight, find_super_weights
 from whet.editing.edit import open_editor, write_and_measure
 from whet.editing.editor import MethodConfig
 from whet.editing.facts import read_facts
-from whet.eval.compare.paired import compare_scores, score_problems, show_p
+from whet.eval.compare.paired import compare_scores, score_problems
 from whet.eval.evaluate import take_problems
 from whet.eval.grade import Judged
 from whet.eval.measure import EvalResult
@@ -365,10 +365,7 @@ def _gains(told: str, metric: str, scores: Sequence[Sequence[float | None]]) -> 
     for found in compared:
         assert found is not None
         gain = found.difference
-        cells += [
-            f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})",
-            show_p(found.p),
-        ]
+        cells.append(f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})")
     return cells
 
 
@@ -388,17 +385,16 @@ def _transfer(results: dict[str, EvalResult]) -> Chapter:
     return Chapter(
         title="What carries over",
         text="The other kinds of problems (adding what two people have, how many more, selling and getting, dividing) "
-        "have other names and things, too. None was trained on. Differences are paired, problem by problem.",
+        "have other names and things, too. None was trained on. Differences are paired, problem by problem, with "
+        "95 % intervals.",
         head=(
             "problems",
             "measure",
             "base",
             "fine-tuned",
             "reinforced",
-            "points, of both stages",
-            "p",
-            "points, of reinforcement",
-            "p",
+            "points, both stages",
+            "points, reinforcement",
         ),
         rows=rows,
     )
