@@ -76,7 +76,7 @@ class DemoConfig:
     num_samples: int = 0
     """Samples per problem; 0 for 16 (with --real 2)."""
     split: str = "test"
-    """Split to evaluate on; the recipe was tuned on dev (with --real on test: docs/results/words_smollm2.md)."""
+    """Split to evaluate on; the recipe was tuned on dev."""
     num_threads: int = 2
     """CPU threads."""
     vision: bool = False
