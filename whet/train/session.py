@@ -50,6 +50,7 @@ from whet.storage.checkpoint import (
 from whet.storage.commit import DiskFullError, commit_folder
 from whet.storage.folder import (
     LENGTHS,
+    beside,
     check_folder,
     displaced,
     lengthen,
@@ -554,7 +555,7 @@ def next_steps(config: RunConfig) -> str:
         words = ["whet", "rl", "own", "--reward-model", config.out, "--model", before]
         pairs = getattr(config, "pairs", "")
         own = ["--data", pairs, "--rewards", "model", "1"] if pairs else []
-        compared = shlex.join([*words, *own]) if before else ""
+        compared = shlex.join([*words, *own, "--out", beside(config.out, "rl")]) if before else ""
     steps = [f"whet {talk} {run}" if talk else "", f"whet report {run}", compared if before else ""]
     return next_line(*steps)
 
