@@ -991,7 +991,7 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("bound", "self._low.view(-1)[part].copy_(low)", "pass"),
         ("bound", "low.where((chosen != 0) & chosen.isfinite(), 0)", "low"),
         ("factor", "(mixed >> 48)", "(mixed >> 49)"),
-        ("order", "inner[..., None] * AXIS + axis", "inner[..., None] * AXIS + 0 * axis"),
+        ("order", "index[..., None] * AXIS + axis", "index[..., None] * AXIS + 0 * axis"),
         ("factor", "[wide * factor if factor != 1 else wide]", "[wide]"),
         ("bound", "bits.add_(2**15)", "bits.add_(2**14)"),
         ("bound", "bits.add_(self._low.view(-1)[part])", "bits"),

@@ -734,6 +734,9 @@ def test_shares_of_weights_draw_the_bits_of_the_whole() -> None:
     one.dither([torch.arange(40), torch.arange(30)], key=5)
     other.dither([torch.arange(20, 30), torch.arange(10, 30)], key=5)
     assert torch.equal(other.read().view(10, 20), one.read().view(40, 30)[20:30, 10:30])
+    wide = Master(torch.ones(2, 3, 1, 2, 4, 5, dtype=torch.bfloat16), is_offloaded=False)  # of a convolution
+    wide.dither([torch.arange(size) for size in (2, 3, 1, 2, 4, 5)], key=5)
+    assert len(wide.read().unique()) > 230  # of 240
     third = Master(whole.clone(), is_offloaded=False)
     third.dither([torch.arange(40), torch.arange(30)], key=6)
     assert not torch.equal(third.read(), one.read())

@@ -103,15 +103,14 @@ class Master:
         if self._parameter.dtype not in (torch.bfloat16, torch.float16):
             return
         rows, *rest = places or [torch.zeros(1, dtype=torch.int64)]
-        inner = torch.zeros((), dtype=torch.int64)
-        for axis in rest:
-            inner = inner[..., None] * AXIS + axis
-        width = max(1, inner.numel())
+        width = max(1, math.prod(map(len, rest)))
         step = max(1, CHUNK[self.device.type] // width)
         kept = self._parameter.view(len(rows), -1)
         for start in range(0, len(rows), step):
-            index = rows[start : start + step, None] * AXIS ** len(rest) + inner.reshape(1, -1)
+            index = rows[start : start + step]
             part = slice(start * width, (start + len(index)) * width)
+            for axis in rest:
+                index = index[..., None] * AXIS + axis  # beyond 64 bits it wraps around
             low = _random_bits(index.to(self.device), key).view(-1)
             chosen = kept[start : start + step].reshape(-1).to(self.device)
             low = low.where((chosen != 0) & chosen.isfinite(), 0)
