@@ -36,8 +36,6 @@ from whet.eval.measure import evaluate
 from whet.generate.backends import crew
 from whet.generate.backends.workers import Workers
 from whet.generate.policy import Policy
-from whet.inspect.cluster.cluster import row_of
-from whet.inspect.cluster.costs import measured_costs
 from whet.ranks.ray import ClusterConfig, open_ray
 from whet.recipes.models import demo_policy
 from whet.recipes.rl import RECIPES
@@ -66,15 +64,9 @@ def make_config(folder: Path, num_steps: int, workers: int, init: str) -> RLConf
 
 
 def speed(steps: int, workers: list[int], init: str) -> dict[str, Any]:
-    """Time steps with and without workers, alternating, beside what `whet plan --cluster --measure` predicts."""
+    """Time steps with and without workers, alternating."""
     counts = [0, *workers]
     with tempfile.TemporaryDirectory() as folder, open_ray("", cpus=sum(counts)):
-        found = measured_costs(make_config(Path(folder) / "none", steps, 0, init))
-        config = make_config(Path(folder) / "none", steps, 0, init)
-        load = replace(found.load(config), save_every=0)
-        predicted = {
-            count: row_of(found, load, 1, count, steps=10).result.seconds_per_step for count in counts
-        }
         sides = {
             count: rl.steps(make_config(Path(folder) / f"w{count}", steps, count, init)) for count in counts
         }
@@ -91,33 +83,21 @@ def speed(steps: int, workers: list[int], init: str) -> dict[str, Any]:
         for side in sides.values():
             side.close()
     rows = []
-    print(found.source)
-    print(
-        f"{'':13}{'s/step':>8}{'sampling':>10}{'sync':>8}{'x one process':>22}{'predicted':>11}{'x':>7}{'error':>8}"
-    )
+    print(f"{'':13}{'s/step':>8}{'sampling':>10}{'sync':>8}{'x one process':>22}")
     for count in counts:
         # The first steps start processes and measure kernels.
         ours, alone = seconds[count][SKIPPED:-1], seconds[0][SKIPPED:-1]  # the last one saves
-        ratio = paired(alone, ours)
-        guess = predicted[0] / predicted[count]
         row = {
             "workers": count,
             "step_s": statistics.median(ours),
             "sampling_s": statistics.median(drawn[count][SKIPPED:-1]),
             "sync_s": statistics.median(synced[count][SKIPPED:-1]),
-            **ratio,
-            "predicted_s": predicted[count],
-            "predicted_ratio": guess,
-            "error": guess / ratio["ratio"] - 1,
+            **paired(alone, ours),
         }
         rows.append(row)
         name, times = f"{count} workers" if count else "one process", f"{row['ratio']:.2f} {row['range']}"
-        print(
-            f"{name:13}{row['step_s']:>8.2f}{row['sampling_s']:>10.2f}"
-            f"{row['sync_s']:>8.3f}{times:>22}"
-            f"{row['predicted_s']:>11.2f}{guess:>7.2f}{row['error']:>8.0%}"
-        )
-    return {"steps": steps, "rows": rows, "source": found.source}
+        print(f"{name:13}{row['step_s']:>8.2f}{row['sampling_s']:>10.2f}{row['sync_s']:>8.3f}{times:>22}")
+    return {"steps": steps, "rows": rows}
 
 
 def samplers() -> list[psutil.Process]:

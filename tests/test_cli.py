@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet import __main__, __version__, cli, install
-from whet.config import user_path
+from whet.config import Removed, user_path
 from whet.types import UserError
 
 
@@ -275,6 +275,37 @@ ALL = "(whet toy toy-small --help lists all)"
 )
 def test_mistakes_are_one_line(argv: list[str], message: str) -> None:
     assert error_of(lambda: parse(*argv)) == message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Younger(Optim):
+    """An optimizer of which a field and a value are gone."""
+
+    RENAMED = {"rank": Removed(8, "use lora.rank"), "kind=lion": Removed(None, "use adam")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class YoungToy:
+    """A program that has it."""
+
+    optim: Younger = field(default_factory=Younger)
+    """How to step."""
+
+
+def test_what_is_gone_is_refused_with_what_to_use() -> None:
+    def parsed(*argv: str) -> YoungToy:
+        return cli.parse("whet toy", YoungToy, {"toy": YoungToy}, ["toy", *argv]).config
+
+    assert error_of(lambda: parsed("--optim.rank", "4")) == "--optim.rank is gone: use lora.rank"
+    assert error_of(lambda: parsed("--optim.kind=lion")) == "--optim.kind=lion is gone: use adam"
+    assert parsed("--optim.kind", "sgd").optim.kind == "sgd"
+
+    def loaded(**optim: Any) -> YoungToy:
+        return cli.from_dict(YoungToy, {"optim": optim}, where="file")
+
+    assert error_of(lambda: loaded(rank=4)) == "file: optim.rank is gone: use lora.rank"
+    assert error_of(lambda: loaded(kind="lion")) == "file: optim.kind = lion is gone: use adam"
+    assert loaded(rank=8) == loaded() == YoungToy()  # what an old run left at its default
 
 
 def test_resume_is_unknown_where_nothing_resumes() -> None:

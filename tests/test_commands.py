@@ -104,8 +104,6 @@ DRY_LINES = {
     "rl own --model Qwen/Qwen3-VL-2B-Instruct": "the same",
     "rft qwen2.5-0.5b-math": "keeps what is right, and the tiny model knows no mathematics",
     "plan demo --policy.init runs/demo-sft --measure": "measures a step of the recipe's size",
-    "plan demo --cluster": "measures steps of the recipe's size",
-    "plan runs/demo-rl --cluster": "needs the record of a whole run: tests/inspect/test_plan_cluster.py",
 }
 """Further lines, by how they begin, that are checked by `--dry-run`, and why."""
 

@@ -725,6 +725,8 @@ diagnose demo --repeat 3 | did you mean '--repeats'?
 diagnose demo --num-promts 3 | did you mean '--num-prompts'?
 diagnose | 'whet diagnose' needs a RECIPE after it
 plan --recipe demo | whet plan demo
+plan demo --cluster | --cluster is gone: time a few steps of `whet rl RECIPE --cluster.rollout-workers N`
+plan demo --sim.workers=960 | --sim.workers is gone: time a few steps
 seeds --program sft | --program is now --of, as in: whet seeds demo --of sft
 compare my-model | expected two or more
 compare my-model empty | empty: neither an evaluation

@@ -460,9 +460,8 @@ def _check_recipe(config: Any) -> None:
 
 
 def _need_stages(program: Program, config: Any) -> None:
-    """Refuse a recipe whose earlier stage was not run; a cluster is planned from a run's times, without its model."""
-    if getattr(config, "cluster", None) is not True:
-        _need_earlier(_inner(config) if program.passes and config.of in program.passes else config)
+    """Refuse a recipe whose earlier stage was not run."""
+    _need_earlier(_inner(config) if program.passes and config.of in program.passes else config)
 
 
 def _need_earlier(config: Any) -> None:

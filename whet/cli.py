@@ -38,6 +38,7 @@ from whet.config import (
     options,
     put,
     read_yaml,
+    removed,
     reset,
     show,
     to_dict,
@@ -248,7 +249,7 @@ def parse(
         SystemExit: Status 0 after printing help.
     """
     argv = [part for word in argv for part in (word.split("=") if word.startswith("--resume=") else [word])]
-    _refuse_old(program, argv, positional)
+    _refuse_old(program, argv, positional, [config_class, *(passes or {}).values()])
     words, overrides, switches = _scan(argv, _SWITCHES | ({"--resume": "resume"} if resumable else {}))
     restarts, overrides = _take_restarts(overrides) if resumable and has_steps else (0, overrides)
     is_word = bool(positional and words)
@@ -347,8 +348,15 @@ def _take_restarts(
     return int(text), [(option, texts) for option, texts in overrides if option != "--restarts"]
 
 
-def _refuse_old(program: str, argv: Sequence[str], positional: str) -> None:
-    """Refuse how earlier versions were called, with the words of this one."""
+def _refuse_old(program: str, argv: Sequence[str], positional: str, configs: Sequence[type[Any]]) -> None:
+    """Refuse how earlier versions were called, with the words of this one.
+
+    Args:
+        program: What the user typed before argv.
+        argv: The words after the program.
+        positional: Field that the program takes as a word.
+        configs: The program's config, and those of programs whose options are its own, too.
+    """
     for word, after in zip(argv, [*argv[1:], ""], strict=False):
         option, _, value = word.partition("=")
         value = value or ("" if after.startswith("-") else after)  # '--set a=b' has it in the word after
@@ -363,6 +371,13 @@ def _refuse_old(program: str, argv: Sequence[str], positional: str) -> None:
             )
         if option == "--recipe" and positional == "recipe":
             raise UserError(f"--recipe is now the first word: {program} {value or 'demo'}")
+        if not option.startswith("--"):
+            continue
+        name = option[2:].replace("-", "_")
+        known = [cls for cls in configs if name in leaves(cls)]
+        for cls in known or configs:
+            if instead := removed(cls, name, value):
+                raise UserError(f"{f'{option}={value}' if known else option} is gone: {instead}")
 
 
 def _long(cls: type[Any], option: str, given: Sequence[tuple[str, list[str]]]) -> str:

@@ -119,6 +119,20 @@ class Renamed(NamedTuple):
     default: Any
 
 
+class Removed(NamedTuple):
+    """A field of an earlier version that is gone, in the table `RENAMED` of its config class.
+
+    `RENAMED` may also have a key `field=value`, for a value that a field no longer takes.
+
+    Attributes:
+        default: The field's former default: a file that has this value still loads.
+        instead: What to use instead, for the error.
+    """
+
+    default: Any
+    instead: str
+
+
 def options(cls: type[DataclassInstance]) -> list[Field[Any]]:
     """Return the fields of a config class that a user may set."""
     return [item for item in fields(cls) if item.init and not item.metadata.get("internal")]
@@ -451,6 +465,19 @@ def meant(name: str, fields: Collection[str]) -> str | None:
     return next((field for field, theirs in FOREIGN.items() if name in theirs and field in fields), None)
 
 
+def removed(cls: type[DataclassInstance], dotted: str, value: str = "") -> str:
+    """Return what to use instead of a dotted field that is gone, or of that value of a field; '' for what is there."""
+    *outer, last = dotted.split(".")
+    parts = [*outer, f"{last}={value}" if dotted in leaves(cls) else last]
+    owner: Any = cls
+    for part in parts:
+        if isinstance(entry := getattr(owner, "RENAMED", {}).get(part), Removed):
+            return entry.instead
+        hint = _hints(owner).get(part) if is_dataclass(owner) else None  # pyright: ignore[reportArgumentType]
+        owner = unwrap(hint)[0]
+    return ""
+
+
 def counts(name: str, field: str | None) -> str:
     """Return what a field counts, for an error that suggests it instead of another library's name; '' if equal."""
     what, names = UNITS.get(field or "", ("", ()))
@@ -572,17 +599,23 @@ def _build_group(cls: type[Config], data: Any, *, path: str, where: str, base: A
 
 def _with_new_names(cls: type[Any], data: Mapping[str, Any], *, path: str, where: str) -> Mapping[str, Any]:
     """Return a group's data with the names of earlier versions replaced, so that old runs load."""
-    renamed: Mapping[str, Renamed] = getattr(cls, "RENAMED", {})
-    if not renamed.keys() & data.keys():
+    renamed: Mapping[str, Renamed | Removed] = getattr(cls, "RENAMED", {})
+    if not renamed:
         return data
     found = {key: value for key, value in data.items() if key not in renamed}
-    for key in renamed.keys() & data.keys():
-        name, default = renamed[key]
-        if data[key] != default and name in found:
-            old, new = _join(path, key), _join(path, name)
+    for key, value in data.items():
+        old, shown = _join(path, key), ""
+        entry = renamed.get(key)
+        if entry is None and isinstance(value, str):
+            entry, shown = renamed.get(f"{key}={value}"), f" = {value}"
+        if entry is None or value == entry.default:
+            continue
+        if isinstance(entry, Removed):
+            raise UserError(f"{where}: {old}{shown} is gone: {entry.instead}")
+        if entry.name in found:
+            new = _join(path, entry.name)
             raise UserError(f"{where}: {old} is now called {new}, and both are given; leave out {old}")
-        if data[key] != default:
-            found[name] = data[key]
+        found[entry.name] = value
     return found
 
 

@@ -1,6 +1,6 @@
 """Which worker samples what: work is dealt by cost, dealt again where a worker is lost or slow, and counted once.
 
-Only bookkeeping: it knows no process and no clock, so that tests and simulations can drive it with their own.
+Only bookkeeping: it knows no process and no clock, so that tests can drive it with their own.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""`whet plan RECIPE`: predicts the memory of each phase of a run before it starts, and what fits; with --cluster the
-time of its steps on several devices."""
+"""`whet plan RECIPE`: predicts the memory of each phase of a run before it starts, and what fits."""
 
 from __future__ import annotations
 
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,11 +13,9 @@ import torch
 
 from whet import processes
 from whet.cli import Program, passed_words
-from whet.config import load_yaml, user_path
+from whet.config import Removed, load_yaml, user_path
 from whet.generate.kernel_speed import choose_kernels, expected_kernels
 from whet.generate.policy import INHERIT, PolicyConfig, load_policy, resolve_device
-from whet.inspect.cluster.cluster import SimConfig, as_json, as_text, draw_plan, make_plan
-from whet.inspect.cluster.costs import CardName, card_costs, measured_costs, recorded_costs
 from whet.inspect.memory.meter import compare, measure
 from whet.inspect.memory.phases import (
     COPIES,
@@ -199,34 +196,20 @@ class PlanConfig:
     """Devices, with one rank on each: the plan is that of one, which has its part of a step's sequences, and with
     parallel.kind = fsdp its share of the weights."""
     measure: bool = False
-    """Run one step of the longest sequences here and print predicted against measured memory; with cluster measure what
-    the parts of a step take here."""
-    cluster: bool = False
-    """Predict the time of a step on num_devices devices in place of its memory: how many shall train, how many sample,
-    and where the time goes. What things take comes from the run that `recipe` names, from measure, or from card."""
-    card: CardName = ""
-    """cluster: data sheet that the costs are computed from, of a GPU of that name."""
-    flops_share: float = 0.4
-    """card: share of its products that training reaches; an assumption."""
-    memory_share: float = 0.6
-    """card: share of its memory's speed that decoding reaches; an assumption."""
-    tokens: int = 0
-    """card: mean length of completions in tokens; 0 takes half of sampling.max_new_tokens."""
-    sim: SimConfig = field(default_factory=SimConfig)
-    """cluster: a large run with failures and stragglers."""
-    plot: str = ""
-    """cluster: file to draw the plan into, such as plan.png."""
-    json: bool = False
-    """cluster: print the plan as JSON."""
+    """Run one step of the longest sequences here and print predicted against measured memory."""
+
+    RENAMED = dict.fromkeys(
+        ("cluster", "card", "flops_share", "memory_share", "tokens", "sim", "plot", "json"),
+        Removed(None, "time a few steps of `whet rl RECIPE --cluster.rollout-workers N` instead"),
+    )
 
     def __post_init__(self) -> None:
-        counts = (("length", 0), ("image_tokens", 0), ("memory_gib", 0), ("num_devices", 1), ("tokens", 0))
+        counts = (("length", 0), ("image_tokens", 0), ("memory_gib", 0), ("num_devices", 1))
         for name, least in counts:
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected {least} or more")
-        self._check_cluster()
         is_set = bool(self.set or self.image_tokens or self.memory_gib or self.measure)
-        if self.measure and self.num_devices > 1 and not self.cluster:
+        if self.measure and self.num_devices > 1:
             raise ValueError(
                 f"num_devices = {self.num_devices} with measure: the step runs in one process; leave one out"
             )
@@ -239,40 +222,9 @@ class PlanConfig:
                 "of = cards reads length only: leave out set, image_tokens, memory_gib, measure and num_devices"
             )
 
-    def _check_cluster(self) -> None:
-        """Refuse what a plan of times does not read, and a plan of memory of its options."""
-        for name in ("flops_share", "memory_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: expected a share above 0, up to 1")
-        defaults = {item.name: item.default for item in fields(self)}
-        if not self.cluster:
-            names = [name for name in ("card", "plot", "json") if getattr(self, name)]
-            names += ["sim"] if self.sim != SimConfig() else []
-            if names:
-                raise ValueError(f"{names[0]} is read with cluster only; add --cluster, or leave it out")
-        elif self.of != "rl":
-            raise ValueError(f"of = {self.of} with cluster: only whet rl has rollout workers; expected rl")
-        elif self.memory_gib or self.image_tokens or (self.length and not self.card) or self.device != "auto":
-            raise ValueError(
-                "cluster reads no memory_gib, image_tokens, device or length (but for card); leave it out"
-            )
-        elif self.num_devices < 2:
-            raise ValueError(f"num_devices = {self.num_devices} with cluster: expected 2 or more to divide")
-        elif self.card and self.measure:
-            raise ValueError(
-                f"card = {self.card} with measure: the costs come from one of them; leave one out"
-            )
-        if not self.card:
-            for name in ("flops_share", "memory_share", "tokens"):
-                if getattr(self, name) != defaults[name]:
-                    raise ValueError(f"{name} is read with card only; leave it out")
-
 
 def main(config: PlanConfig) -> None:
     """Print the plan."""
-    if config.cluster:
-        plan_cluster(config)
-        return
     if config.of == "model":
         print(_budget_text(find_shape(config.recipe), config.num_devices))
         return
@@ -307,38 +259,6 @@ def main(config: PlanConfig) -> None:
             measured = measure(run, policy, work)
             display.update(1, {})
         print(f"\n{compare(predicted, measured)}")
-
-
-def plan_cluster(config: PlanConfig) -> None:
-    """Print the plan of a recipe's time on several devices.
-
-    Raises:
-        UserError: If nothing says what its parts take.
-    """
-    run = read_recipe(config)
-    assert isinstance(run, RLConfig)
-    folder = user_path(config.recipe)
-    if config.card:
-        shape, new = policy_shape(run.policy), run.sampling.max_new_tokens
-        mean = float(config.tokens or new / 2)
-        if mean > new:
-            raise UserError(f"tokens = {config.tokens}: expected at most sampling.max_new_tokens = {new}")
-        prompt = float(max(1, config.length - new) if config.length else PROMPT_TOKENS)
-        shares = {"flops_share": config.flops_share, "memory_share": config.memory_share}
-        found = card_costs(config.card, shape, run, tokens=mean, prompt_tokens=prompt, **shares)
-    elif config.measure:
-        found = measured_costs(run)
-    elif (folder / "metrics.jsonl").is_file():
-        found = recorded_costs(folder, run)
-    else:
-        raise UserError(
-            f"{config.recipe}: nothing says what its steps take; give the folder of a run of it in place of the "
-            "recipe, or --measure, or --card NAME"
-        )
-    plan = make_plan(run, found, config.num_devices, config.sim)
-    if config.plot:
-        draw_plan(plan, Path(config.plot))
-    print(as_json(plan) if config.json else as_text(plan))
 
 
 def read_recipe(config: PlanConfig, command: Sequence[str] = WHET) -> RLConfig | SFTConfig:
