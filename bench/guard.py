@@ -15,14 +15,13 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from whet import processes
-from whet.inspect.bench import PROGRAMS, results
 from whet.kernels.cpu import build
 from whet.telemetry.hardware import cpu_name
 from whet.telemetry.provenance import describe_environment
@@ -30,7 +29,37 @@ from whet.telemetry.provenance import describe_environment
 FOLDER = Path(__file__).resolve().parent
 FILE = FOLDER.parent / "docs" / "results" / "bench.json"
 LIMIT = 0.2
+PROGRAMS = ("grpo_step", "sft_step", "generate", "memory", "mfu")
+HF_TARGET, VLLM_TARGET, VLLM_BATCHES = 3.0, 1.1, (8, 64)
 FACTS = ("cpu", "cuda_device", "num_cpus", "num_torch_threads", "torch", "python")
+
+
+def ratios(program: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, float, float | None]]:
+    """Yield the name, the ratio and the target of each row that a program wrote, more being better; None without one.
+
+    Memory is inverted; of training it is the share of the machine's matmul peak.
+    """
+    for row in rows:
+        case = f"{program} {row.get('case') or row.get('model', '')}"
+        if program == "generate":
+            case += f" batch {row['batch']}"
+            if (ratio := row.get("hf_ratio")) is not None:
+                yield f"{case} vs HF", ratio, HF_TARGET
+            if (ratio := row.get("vllm_ratio")) is not None:
+                yield f"{case} vs vLLM", ratio, VLLM_TARGET if row["batch"] in VLLM_BATCHES else None
+        elif program == "mfu":
+            yield f"{case} {row.get('precision')}", row["mfu"], row.get("target")
+        elif program == "memory":  # whet as it is fastest, and as it needs least
+            for name, one in row.items():
+                if isinstance(one, dict) and "ratio" in one:
+                    yield f"{case} {name} vs {_peer(one)}", 1 / one["ratio"], 1 / one["target"]
+        else:
+            yield f"{case} vs {_peer(row)}", row["ratio"], row.get("target")
+
+
+def _peer(row: Mapping[str, Any]) -> str:
+    """Return a row's peer without its settings, so that the name is stable between runs."""
+    return row["peer"].partition(",")[0].partition(" ")[0]
 
 
 def measure(program: str, folder: Path, options: list[str]) -> tuple[dict[str, float], dict[str, float]]:
@@ -43,13 +72,9 @@ def measure(program: str, folder: Path, options: list[str]) -> tuple[dict[str, f
         if code or not file.is_file():
             raise SystemExit(f"guard: {program}.py ended with status {code}")
         rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
-    found = results(program, rows)
-    targets = {
-        one.name: 1 / one.target if one.is_lower_better else one.target
-        for one in found
-        if one.target is not None
-    }
-    return {one.name: round(one.ratio, 3) for one in found}, targets
+    found = list(ratios(program, rows))
+    targets = {name: target for name, _, target in found if target is not None}
+    return {name: round(ratio, 3) for name, ratio, _ in found}, targets
 
 
 def fallen(committed: Mapping[str, float], fresh: Mapping[str, float]) -> dict[str, str]:
@@ -111,8 +136,8 @@ def main(argv: list[str] | None = None) -> int:
     fresh: dict[str, float] = {}
     targets: dict[str, float] = {}
     for program in arguments.programs:
-        ratios, aims = measure(program, arguments.folder, options)
-        fresh |= ratios
+        measured, aims = measure(program, arguments.folder, options)
+        fresh |= measured
         targets |= aims
     if arguments.update:
         facts = {name: value for name, value in describe_environment().items() if name in FACTS}

@@ -81,7 +81,6 @@ SMALL = {
 HAS_RAY = importlib.util.find_spec("ray") is not None
 
 DRY = {
-    "bench": "runs the peers for minutes",
     "explain": "draws its lessons for a minute: tests/inspect/test_explain.py",
     "doctor": "attacks a sandbox, measures kernels: tests/sandbox, tests/kernels",
     "seeds": "a process for each seed: tests/inspect/test_seeds.py",

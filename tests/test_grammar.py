@@ -725,6 +725,7 @@ diagnose demo --repeat 3 | did you mean '--repeats'?
 diagnose demo --num-promts 3 | did you mean '--num-prompts'?
 diagnose | 'whet diagnose' needs a RECIPE after it
 plan --recipe demo | whet plan demo
+bench --quick | 'whet bench' is gone: run a program of bench/ in a clone, such as python bench/grpo_step.py
 plan demo --cluster | --cluster is gone: time a few steps of `whet rl RECIPE --cluster.rollout-workers N`
 plan demo --sim.workers=960 | --sim.workers is gone: time a few steps
 seeds --program sft | --program is now --of, as in: whet seeds demo --of sft

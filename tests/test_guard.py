@@ -6,6 +6,7 @@ import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,27 @@ else:
     rows = [{"case": name, "model": name, "peer": "TRL, float32", "ratio": ratio[name], "target": 4} for name in ratio]
 json.dump({"rows": rows}, open(words[words.index("--json") + 1], "w"))
 """
+
+
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "grpo_step": [{"case": "a 8x8x64", "precision": "float32", "peer": "TRL, float32", "ratio": 5.0, "target": 4.0}],
+    "sft_step": [{"model": "a", "peer": "TRL, float32, packed", "ratio": 1.2, "target": 1.5}],
+    "generate": [
+        {"model": "c", "batch": 8, "hf_ratio": 4.0, "hf_best": "bfloat16", "vllm_ratio": 1.0, "share_of_floor": 0.5},
+        {"model": "c", "batch": 1, "hf_ratio": 2.0, "hf_best": "float32", "vllm_ratio": 0.9, "share_of_floor": 0.1},
+    ],
+    "memory": [
+        {
+            "model": "c",
+            "precision": "bfloat16_master",
+            "fastest": {"peer": "TRL, bfloat16", "ratio": 0.25, "target": 0.4, "ratio_with_imports": 0.5},
+            "leanest": {"peer": "TRL, bfloat16, 1 at a time", "ratio": 0.5, "target": 0.8, "ratio_with_imports": 0.7},
+            "sides": {"whet": {"gib": 1.0, "seconds": 2.0, "changed": 1.0}},
+        }
+    ],
+    "mfu": [{"model": "b", "precision": "float32", "mfu": 0.55, "target": 0.6}],
+}  # fmt: skip
+"""What the programs of bench/ write."""
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +88,26 @@ class Case:
 @pytest.fixture
 def case(guard: ModuleType, tmp_path: Path) -> Case:
     return Case(guard, tmp_path)
+
+
+def test_every_kind_of_row_by_hand(guard: ModuleType) -> None:
+    assert {program: list(guard.ratios(program, rows)) for program, rows in ROWS.items()} == {
+        "grpo_step": [("grpo_step a 8x8x64 vs TRL", 5.0, 4.0)],
+        "sft_step": [("sft_step a vs TRL", 1.2, 1.5)],
+        "generate": [
+            ("generate c batch 8 vs HF", 4.0, 3.0),
+            ("generate c batch 8 vs vLLM", 1.0, 1.1),
+            ("generate c batch 1 vs HF", 2.0, 3.0),
+            ("generate c batch 1 vs vLLM", 0.9, None),
+        ],
+        "memory": [("memory c fastest vs TRL", 4.0, 2.5), ("memory c leanest vs TRL", 2.0, 1.25)],
+        "mfu": [("mfu b float32", 0.55, 0.6)],
+    }
+
+
+def test_the_programs_are_there(guard: ModuleType) -> None:
+    for name in guard.PROGRAMS:
+        assert (guard.FOLDER / f"{name}.py").is_file(), name
 
 
 def test_what_fell_is_printed_and_fails(case: Case, capsys: pytest.CaptureFixture[str]) -> None:

@@ -429,7 +429,6 @@ ROWS = {
 LEFT_OUT = {
     "demo": "makes its own model; with images: tests/learning",
     "validate": "runs recipes with models of their own: tests/inspect/test_validate.py",
-    "bench": "measures this machine, not a model of the user's",
     "explain": "reads nothing",
     "doctor": "looks at the machine",
     "runs": "reads folders, whatever made them: tests/report/test_registry.py",

@@ -131,8 +131,6 @@ def load(name: str) -> Program:
             from whet.inspect.doctor.doctor import PROGRAM
         case "profile":
             from whet.inspect.profile.profile import PROGRAM
-        case "bench":
-            from whet.inspect.bench import PROGRAM
         case _:
             raise KeyError(name)
     return PROGRAM
@@ -154,7 +152,6 @@ GROUPS: dict[str, dict[str, str]] = {
         "infer": "many questions and images to many runs, adapters on and off: transcripts, energy",
         "probe": "what a model forgot: off-domain questions, perplexity of prose, token transcripts",
         "validate": "a whole recipe against thresholds declared before; exit status 1 when one is missed",
-        "bench": "speed and memory beside TRL, transformers and vLLM on this machine",
     },
     "look": {
         "report": "one HTML page of a run: curves, warnings, every completion, differences",
@@ -214,6 +211,9 @@ ARGUMENTS = {
     "doctor": "CHECK",
 }
 """What the words after a command name."""
+
+REMOVED = {"bench": "run a program of bench/ in a clone, such as python bench/grpo_step.py --quick"}
+"""Commands of earlier versions, each with what to use instead."""
 
 COMMANDS = {
     name: Command(load=partial(load, name), help=text)
@@ -330,6 +330,8 @@ def run(argv: Sequence[str]) -> int:
     if name == "--completion":
         print(completion(" ".join(argv[1:])))
         return 0
+    if name in REMOVED:
+        raise UserError(f"'whet {name}' is gone: {REMOVED[name]}")
     if name not in COMMANDS:
         words = [*COMMANDS, "--help", "--version", "--completion"]
         raise cli.unknown("command", name, "whet", words, help_command="whet --help")
