@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from whet.model.config import Block, Experts, LayerSpec, ModelConfig
 from whet.model.transformer import LanguageModel, init_weights
 from whet.model.weights import build_model
 from whet.ranks.collectives import rank, sum_gradients, world_size
-from whet.train.optim import adafactor, adam8bit
+from whet.train.optim import adam8bit
 from whet.train.optim.adam8bit import BLOCK, Moments, code_of, decode, dynamic_code, encode
 from whet.train.optim.optimizer import Master
 from whet.train.optim.step import OptimConfig, Optimizer, prepare_model
@@ -445,20 +444,6 @@ def test_no_clipping_leaves_gradients_as_they_are() -> None:
     [
         ({"update_in_backward": True}, "max_grad_norm = 1: .*disable clipping with max_grad_norm = inf"),
         ({"max_grad_norm": math.nan}, "max_grad_norm = nan: expected a number above 0"),
-        (
-            {"optimizer": "adafactor", "beta2": 0.9},
-            "beta2 = 0.9 is read with optim.optimizer = adamw, muon or galore",
-        ),
-        (
-            {"optimizer": "adafactor", "adam_bits": 8},
-            "adam_bits = 8 is read with optim.optimizer = adamw, muon or",
-        ),
-        ({"galore_rank": 8}, "galore_rank = 8 is read with optim.optimizer = galore only"),
-        ({"galore_rank": 0, "optimizer": "galore"}, "galore_rank = 0, .*: expected 1 or more, 1 or more"),
-        (
-            {"adafactor_relative": True},
-            "adafactor_relative = True is read with optim.optimizer = adafactor only",
-        ),
         ({"checkpoint_kind": "mlp"}, "checkpoint_kind = mlp: expected with checkpoint_layers"),
         ({"offload_inputs": True}, "offload_inputs = true: expected with checkpoint_layers"),
         (
@@ -499,122 +484,12 @@ def test_state_on_the_host_trains_a_model_on_a_gpu(dtype: torch.dtype, bits: int
     )  # two machines' roundings, and other random rounding with 8 bits
 
 
-# --- Adafactor and GaLore --------------------------------------------------------------------------------------
-
-
-def tensors_of_all_kinds(dtype: torch.dtype) -> torch.nn.ParameterDict:
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"tall": (40, 12), "wide": (6, 50), "stack": (3, 8, 10), "vector": (17,)}
-    drawn = {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
-    return torch.nn.ParameterDict({name: torch.nn.Parameter(x) for name, x in drawn.items()})
-
-
-def give_gradients(parameters: Iterable[torch.nn.Parameter], step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
-    for parameter in parameters:
-        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.grad = (drawn * 10.0 ** (step - 2)).to(parameter.dtype)  # of very different sizes
-
-
-@pytest.mark.parametrize("is_relative", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_adafactor_is_that_of_transformers(
-    dtype: torch.dtype, is_relative: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers.optimization import Adafactor
-
-    monkeypatch.setattr(adafactor, "CHUNK", {"cpu": 64})  # several blocks of rows, the last one smaller
-    mine, theirs = tensors_of_all_kinds(dtype), tensors_of_all_kinds(dtype)
-    optimizer = Optimizer(mine, replace(FREE, optimizer="adafactor", adafactor_relative=is_relative))
-    options = {"lr": 0.02, "relative_step": False, "scale_parameter": is_relative}
-    expected = Adafactor(
-        [{"params": [p], "weight_decay": 0.1 if p.dim() > 1 else 0.0} for p in theirs.values()], **options
-    )
-    for step in range(5):
-        for each in (mine, theirs):
-            give_gradients(each.values(), step)
-        optimizer.step(0.02)
-        expected.step()
-    tolerance = 1e-12 if dtype == torch.float64 else 2e-5
-    for name, parameter in mine.items():
-        torch.testing.assert_close(parameter, theirs[name], rtol=tolerance, atol=tolerance)
-    assert {n.rpartition("/")[2] for n in optimizer.tensors() if n.startswith("tall")} == {
-        "exp_avg_sq_row",
-        "exp_avg_sq_col",
-        "step",
-    }
-
-
-def test_adafactor_is_its_papers_formula() -> None:
-    model = tensors_of_all_kinds(torch.float64)
-    optimizer = Optimizer(model, replace(FREE, optimizer="adafactor", weight_decay=0.0, max_grad_norm=0.5))
-    x = {name: p.detach().clone() for name, p in model.items()}
-    rows, columns = torch.zeros(40, dtype=torch.float64), torch.zeros(12, dtype=torch.float64)
-    for step in range(1, 5):
-        give_gradients(model.values(), step - 1)
-        gradients = {name: p.grad.clone() for name, p in model.items() if p.grad is not None}
-        norm = optimizer.step(0.02)
-        g = gradients["tall"] * min(1.0, 0.5 / (norm + 1e-6))
-        beta = 1 - step**-0.8  # algorithm 4: R and C are sums there, and R C^T is divided by the sum of R
-        rows = beta * rows + (1 - beta) * (g * g + 1e-30).sum(1)
-        columns = beta * columns + (1 - beta) * (g * g + 1e-30).sum(0)
-        update = g / (torch.outer(rows, columns) / rows.sum()).sqrt()
-        x["tall"] -= 0.02 * update / max(1.0, float(update.square().mean().sqrt()))
-    torch.testing.assert_close(model["tall"].detach(), x["tall"], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("rank", [8, 40])
-def test_galore_is_its_papers_algorithm(rank: int) -> None:
-    """In float64, by the singular value decomposition; keys and values have 32 rows, and AdamW with 40."""
-    model = make(torch.float64)
-    config = replace(FREE, optimizer="galore", galore_rank=rank, galore_every=2, galore_scale=0.5, eps=1e-12)
-    optimizer = Optimizer(model, config)
-    x = {name: p.detach().clone() for name, p in model.named_parameters()}
-    names = [
-        n for n, p in model.named_parameters() if p.dim() == 2 and ".layers." in n and min(p.shape) > rank
-    ]
-    assert len(names) == (14 if rank == 8 else 10)
-    assert optimizer.adamw_names == x.keys() - names
-    state: dict[str, list[torch.Tensor]] = {}
-    for step in range(1, 6):
-        give_gradients(model.parameters(), step)
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        optimizer.step(0.01)
-        for name, g in gradients.items():
-            if name in names and step % 2 == 1:
-                u, _, v = torch.linalg.svd(g, full_matrices=False)
-                basis = v[:rank].T if g.shape[0] >= g.shape[1] else u[:, :rank]
-                signs = (basis * optimizer.tensors()[f"{name}/basis"]).sum(0)
-                torch.testing.assert_close(signs.abs(), torch.ones_like(signs))
-                basis = basis * signs.sign()
-                state[name] = [basis, *state.get(name, [0, 0, 0])[1:]]
-            basis, first, second = state.get(
-                name, [torch.empty(0), *[torch.zeros((), dtype=torch.float64)] * 2]
-            )
-            is_right = g.shape[0] >= g.shape[-1] if g.dim() == 2 else False
-            if name in names:
-                g = g @ basis if is_right else basis.T @ g
-            first, second = 0.9 * first + 0.1 * g, 0.95 * second + 0.05 * g * g
-            state[name] = [basis, first, second]
-            update = first / (1 - 0.9**step) / ((second / (1 - 0.95**step)).sqrt() + 1e-12)
-            if name in names:
-                update = 0.5 * (update @ basis.T if is_right else basis @ update)
-            x[name] -= 0.01 * update + (0.01 * 0.1 * x[name] if x[name].dim() == 2 else 0.0)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.detach(), x[name], rtol=1e-6, atol=1e-6)
-
-
-def test_a_space_as_large_as_every_matrix_is_refused() -> None:
-    with pytest.raises(
-        UserError, match="optim.galore_rank = 64: no trained matrix of the layers has more rows"
-    ):
-        Optimizer(make(), replace(FREE, optimizer="galore", galore_rank=64))
+# --- less state than AdamW's moments in 32 bits ---------------------------------------------------------------
 
 
 LOW: dict[str, dict[str, Any]] = {
-    "adafactor": {"optimizer": "adafactor", "lr": 0.01},
-    "galore": {"optimizer": "galore", "galore_rank": 16, "galore_every": 2, "galore_scale": 1.0},
-    "galore, 8 bits": {"optimizer": "galore", "galore_rank": 64 - 1, "galore_every": 2, "adam_bits": 8},
+    "muon": {"optimizer": "muon"},
+    "muon, 8 bits": {"optimizer": "muon", "adam_bits": 8},
 }
 
 
@@ -689,7 +564,7 @@ def test_low_memory_optimizers_on_two_ranks_are_those_on_one() -> None:
         assert (found - alone).norm() < 0.02 * (alone - start).norm(), kind
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_biases_of_all_experts_in_one_tensor_are_biases(name: Any) -> None:
     """Without a gradient a step only decays: matrices, and neither norms nor biases, though these have two axes."""
     experts = Experts(count=4, top_k=2, width=16, router="router", score="softmax_of_top", is_clamped=True)

@@ -13,6 +13,7 @@ import torch
 
 from whet.algo.config import AlgoConfig
 from whet.algo.packing import TrainingSequence, pack
+from whet.config import from_dict
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.generate.scoring import score_micro_batch
@@ -66,16 +67,6 @@ def rates(steps: int = 101, **options: Any) -> list[float]:
     return [learning_rate(config, number, steps) for number in range(steps)]
 
 
-def test_wsd_stays_and_then_falls_by_a_square_root() -> None:
-    found = rates(schedule="wsd", decay_share=0.2)
-    assert found[:81] == [1.0] * 81
-    expected = [1 - math.sqrt((number - 80) / 20) for number in range(80, 101)]
-    assert found[80:] == pytest.approx(expected, abs=1e-7)  # the root of a rounding error of 1e-16
-    assert rates(schedule="wsd", decay_share=1.0)[25] == pytest.approx(0.5)
-    warm = OptimConfig(lr=2.0, warmup_steps=10, final_lr_share=0.25, schedule="wsd", decay_share=0.5)
-    assert [learning_rate(warm, n, 111) for n in (0, 9, 60, 110)] == pytest.approx([0.2, 2.0, 2.0, 0.5])
-
-
 @pytest.mark.parametrize(
     ("warmup_steps", "num_steps", "share"),
     [(50, 5, "10%"), (5, 5, "100%"), (4, 5, ""), (0, 5, ""), (1, 1, ""), (10, 1, "10%"), (0, 1, "")],
@@ -90,23 +81,13 @@ def test_a_warm_up_longer_than_the_run_is_said(warmup_steps: int, num_steps: int
         assert f"to {last:g} ({share} of optim.lr)" in said
 
 
-def test_cosine_restarts_at_the_peak() -> None:
-    found = rates(schedule="cosine_restarts", num_cycles=4)
-    for start in (0, 25, 50, 75):
-        expected = [0.5 * (1 + math.cos(math.pi * n / 25)) for n in range(25)]
-        assert found[start : start + 25] == pytest.approx(expected, abs=1e-9)
-    assert found[100] == 0.0
-    longer = rates(71, schedule="cosine_restarts", num_cycles=3, cycle_factor=2.0)  # 10, 20 and 40 steps
-    assert [n for n, rate in enumerate(longer) if rate == 1.0] == [0, 10, 30]
-    assert [longer[n] for n in (5, 20, 50)] == pytest.approx([0.5] * 3)
-    theirs = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(
-        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), T_0=10, T_mult=2
-    )
-    for rate in longer[:70]:
-        assert rate == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
-        theirs.optimizer.step()
-        theirs.step()
-    assert rates(schedule="cosine_restarts", num_cycles=1) == rates(schedule="cosine")
+def test_the_settings_of_an_earlier_version_are_refused_unless_they_were_idle() -> None:
+    for key, gone in OptimConfig.RENAMED.items():
+        name, _, value = key.partition("=")
+        with pytest.raises(UserError, match=rf"config: {name}.* is gone: {gone.instead}"):
+            from_dict(OptimConfig, {name: value or 7}, where="config")
+        if not value:
+            assert from_dict(OptimConfig, {name: gone.default}, where="config") == OptimConfig()
 
 
 @pytest.mark.parametrize("schedule", step.SHAPES)
@@ -121,13 +102,9 @@ def test_the_diagnosis_knows_every_schedule(schedule: Any) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"decay_share": 0.3}, "decay_share = 0.3 is read with optim.schedule = wsd"),
-        ({"num_cycles": 3}, "read with optim.schedule = cosine_restarts"),
         ({"muon_lr": 0.02}, "read with optim.optimizer = muon"),
         ({"muon_momentum": 1.0, "optimizer": "muon"}, "expected 0 to below 1"),
         ({"compile_mode": "max-autotune"}, "read with optim.compile = true"),
-        ({"schedule": "wsd", "decay_share": 0.0}, "expected above 0"),
-        ({"schedule": "cosine_restarts", "num_cycles": 0}, "expected 1 or more"),
         (
             {"precision": "float16_master", "update_in_backward": True, "max_grad_norm": math.inf},
             "update_in_backward = true with precision = float16_master",
@@ -349,7 +326,7 @@ def test_a_run_in_float16_overflows_logs_and_resumes_exactly(
     monkeypatch.setattr(LossScale, "FIRST", 2.0**60)
     monkeypatch.setattr(LossScale, "BACKOFF", 2.0**-20)
     monkeypatch.setattr(LossScale, "INTERVAL", 2)
-    config = make_config(tiny_policy, tmp_path / "whole", kind, optimizer="muon", schedule="wsd")
+    config = make_config(tiny_policy, tmp_path / "whole", kind, optimizer="muon", schedule="linear")
     whole = rl.train(config)
     rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["rl/overflows"] == 1
@@ -477,7 +454,7 @@ def test_a_compiled_backend_computes_the_same() -> None:
 def test_fine_tuning_learns_with_muon(tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     config = SFTConfig(
         out=str(tmp_path), policy=tiny_policy, num_steps=40, batch_size=16,
-        optim=OptimConfig(lr=5e-3, warmup_steps=5, optimizer="muon", schedule="cosine_restarts"),
+        optim=OptimConfig(lr=5e-3, warmup_steps=5, optimizer="muon", schedule="linear"),
     )  # fmt: skip
     sft.train(config)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

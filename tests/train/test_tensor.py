@@ -139,28 +139,21 @@ def held() -> list[Any]:
         same = all(torch.equal(p, whole[name]) for name, p in model.named_parameters())
         alone = torch.equal(model.logits(tokens), expected) if rank() else True  # no collective in it
     again = sum(map(is_share, model.parameters()))
-    said = []
-    for changes in ({"optimizer": "galore"}, {"adam_bits": 8}):
-        with pytest.raises(UserError) as caught:
-            Optimizer(model, OptimConfig(**changes))  # pyright: ignore[reportArgumentType]
-        said.append(str(caught.value))
+    with pytest.raises(UserError) as caught:
+        Optimizer(model, OptimConfig(adam_bits=8))
     assert world_size() == 2
-    return [probe.exact, probe.max_gap, str(probe), share, same, alone, again, *said]
+    return [probe.exact, probe.max_gap, str(probe), share, same, alone, again, str(caught.value)]
 
 
 def test_a_rank_holds_its_share_and_trust_is_not_called_exact() -> None:
-    for exact, gap, told, share, same, alone, again, *said in run_ranks(2, held):
+    for exact, gap, told, share, same, alone, again, said in run_ranks(2, held):
         assert not exact
         assert 0 < gap < 1e-4
         assert told.startswith("approx: max |delta log-prob|")
         assert "parallel.tensor" in told
         assert share == pytest.approx(0.5, abs=0.01)
         assert (same, alone, again) == (True, True, 14)
-        beginnings = [
-            "optim.optimizer = galore with parallel.tensor",
-            "optim.adam_bits = 8 with parallel.tensor",
-        ]
-        assert [text[: len(start)] for text, start in zip(said, beginnings, strict=True)] == beginnings
+        assert said.startswith("optim.adam_bits = 8 with parallel.tensor")
 
 
 def refused() -> list[str]:

@@ -107,7 +107,7 @@ def optimizer(subject: Subject, update: Update) -> Component:
     }
     is_given = math.isclose(given, start, rel_tol=1e-6)
     part.check("lr given against the schedule", is_given, f"{given:.6g}", f"{start:.6g}")
-    if subject.optimizer.adamw_names:  # Adafactor leaves it none
+    if subject.optimizer.adamw_names:  # Muon leaves it none where adapters alone are trained
         is_used = abs(measured / start - 1) < 0.01
         part.check("lr measured in the weights", is_used, f"{measured:.6g}", f"{start:.6g} +- 1 %")
         part.check(
@@ -189,17 +189,6 @@ def learning_rate_at(optim: OptimConfig, step: int, num_steps: int) -> float:
         "constant": 1.0,
         "linear": 1 - min(1.0, done),
         "cosine": (1 + math.cos(math.pi * min(1.0, done))) / 2,
-        "wsd": 1 - math.sqrt(max(0.0, 1 - (1 - min(1.0, done)) / optim.decay_share)),
-        "cosine_restarts": _restarted(optim, min(1.0, done)),
     }
     low = 1.0 if optim.schedule == "constant" else optim.final_lr_share
     return optim.lr * (low + (1 - low) * left[optim.schedule])
-
-
-def _restarted(optim: OptimConfig, done: float) -> float:
-    """Return the height of the cosine that the run is in: cycle k is `cycle_factor` times as long as cycle k - 1."""
-    lengths = [optim.cycle_factor**number for number in range(optim.num_cycles)]
-    ends = [sum(lengths[: number + 1]) / sum(lengths) for number in range(len(lengths))]
-    index = next((number for number, end in enumerate(ends) if done < end - 1e-12), len(ends) - 1)
-    start = ends[index] - lengths[index] / sum(lengths)
-    return (1 + math.cos(math.pi * (done - start) / (ends[index] - start))) / 2

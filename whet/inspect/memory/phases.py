@@ -68,7 +68,6 @@ class Workload:
         checkpoint: What the backward pass recomputes; None for nothing.
         offload_inputs: Whether layers' inputs are kept in host memory.
         optimizer: The optimizer.
-        galore_rank: Dimensions of GaLore's space.
         adam_bits: Bits per number of the moments.
         update_in_backward: Whether each gradient is applied and dropped immediately.
         offload_state: Whether moments and master weights are in host memory.
@@ -110,7 +109,6 @@ class Workload:
     checkpoint: CheckpointKind | None = None
     offload_inputs: bool = False
     optimizer: OptimizerName = "adamw"
-    galore_rank: int = 128
     adam_bits: int = 32
     update_in_backward: bool = False
     offload_state: bool = False
@@ -928,16 +926,10 @@ def state_bytes(work: Workload) -> int:
     for name, size in trained_shapes(work):
         count = size.numel()
         total += 0 if name.endswith(SIDE_NAMES) else each * count  # adapters are their own master weights
-        if work.optimizer == "adafactor":
-            total += 4 * (count // size[-1] + count // size[-2] if len(size) > 1 else count)
-            continue
         is_hidden = len(size) == 2 and any(word.isdigit() for word in name.split("."))
         if work.optimizer == "muon" and is_hidden:
             total += 4 * count
             continue
-        if work.optimizer == "galore" and is_hidden and min(size) > work.galore_rank:
-            total += 4 * min(size) * work.galore_rank
-            count = max(size) * work.galore_rank
         total += (
             2 * (count + 4 * -(-count // BLOCK))
             if work.adam_bits == 8 and count >= MIN_NUMBERS
@@ -1169,12 +1161,7 @@ def _update(work: Workload) -> dict[str, int]:
     has_kernels = work.device == "cpu" and work.has_kernels
     if work.offload_state:
         copies = 0
-    elif work.optimizer == "adafactor":  # a block, the part that is written, and their product
-        copies = 4 * 3 * min(max(sizes), CHUNK[work.device])
-    elif work.optimizer in (
-        "muon",
-        "galore",
-    ):  # gradient and weights of a matrix, and what is computed from them
+    elif work.optimizer == "muon":  # gradient and weights of a matrix, and what is computed from them
         copies = 4 * 3 * max(size.numel() for name, size in trained if "embed" not in name)
     elif work.adam_bits == 8:
         copies = 4 * CHUNK_COPIES * min(max(sizes), adam8bit.CHUNK)

@@ -160,13 +160,10 @@ IN_SHARDS: dict[str, dict[str, Any]] = {
 
 CARDS_GB, CARD_TOKENS, CARD_RANK, CARD_SHARE = (8, 16, 24), 1024, 16, 0.9
 """Cards, tokens of the one sequence in a micro-batch, rank of adapters, and what of a card is not fragments."""
-LEAN: dict[str, Any] = BOTH | {"adam_bits": 8}
 FULL: dict[str, dict[str, Any]] = {
     "--optim.precision float32": {"precision": "float32", "checkpoint": "layer"},
     "--optim.precision bfloat16_master": BOTH,
-    "... --optim.adam-bits 8": LEAN,
-    "... --optim.optimizer galore --optim.adam-bits 8": LEAN | {"optimizer": "galore"},
-    "... --optim.optimizer adafactor": BOTH | {"optimizer": "adafactor"},
+    "... --optim.adam-bits 8": BOTH | {"adam_bits": 8},
 }
 """Ways to train all weights; layers are recomputed in each."""
 
@@ -384,7 +381,6 @@ def workload(
         checkpoint=run.optim.checkpoint_kind if run.optim.checkpoint_layers else None,
         offload_inputs=run.optim.offload_inputs,
         optimizer=run.optim.optimizer,
-        galore_rank=run.optim.galore_rank,
         adam_bits=run.optim.adam_bits,
         update_in_backward=run.optim.update_in_backward,
         offload_state=run.optim.offload_state,

@@ -16,7 +16,7 @@ from weakref import WeakMethod
 
 import torch
 
-from whet.config import counted
+from whet.config import Removed, counted
 from whet.kernels.cpu import build, toolchain
 from whet.kernels.cpu.ops import forget
 from whet.model.attention import Packed
@@ -47,9 +47,7 @@ from whet.ranks.fsdp import (
 )
 from whet.ranks.tensor import Side, divide_layers
 from whet.telemetry.spans import span, spanned
-from whet.train.optim.adafactor import Factors
 from whet.train.optim.adam8bit import MIN_NUMBERS, Moments
-from whet.train.optim.galore import Projection
 from whet.train.optim.optimizer import (
     CHUNK,
     LossScale,
@@ -68,10 +66,13 @@ LARGE_BYTES = 2**20
 Precision = Literal[
     "auto", "float32", "bfloat16_autocast", "bfloat16_master", "float16_autocast", "float16_master"
 ]
-OptimizerName = Literal["adamw", "muon", "galore", "adafactor"]
-Schedule = Literal["cosine", "linear", "constant", "wsd", "cosine_restarts"]
+OptimizerName = Literal["adamw", "muon"]
+Schedule = Literal["cosine", "linear", "constant"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 DYNAMIC = {"auto": None, "yes": True, "no": False}
+OTHER_OPTIMIZER = "use adamw, with adam_bits = 8 for moments in a quarter of the memory"
+OTHER_SCHEDULE = "use cosine, linear or constant"
+"""What to use instead of optimizers and schedules that are gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,22 +82,13 @@ class OptimConfig:
     lr: float = 1e-3
     """Peak learning rate."""
     schedule: Schedule = "cosine"
-    """Shape after the warm-up: cosine or linear down to `lr * final_lr_share`; constant; wsd: constant, then a decay
-    over the last decay_share; cosine_restarts: num_cycles cosines, each from the peak."""
+    """Shape after the warm-up: cosine or linear down to `lr * final_lr_share`; or constant."""
     warmup_steps: int = 10
     """Steps of linear warm-up; step 0 already has lr / warmup_steps, never 0."""
     final_lr_share: float = 0.1
     """Learning rate at the last step as a share of the peak."""
-    decay_share: float = 0.2
-    """With schedule = wsd: share of the steps after the warm-up in which the learning rate falls."""
-    num_cycles: int = 2
-    """With schedule = cosine_restarts: number of cosines."""
-    cycle_factor: float = 1.0
-    """With schedule = cosine_restarts: length of each cosine over that of the one before."""
     optimizer: OptimizerName = "adamw"
-    """muon: orthogonalised momentum for the layers' matrices, galore: AdamW in the space of their gradient's largest
-    singular vectors; both with AdamW for embeddings, head, norms and biases. adafactor: no first moment, and means of
-    rows and columns for the second."""
+    """muon: orthogonalised momentum for the layers' matrices, with AdamW for embeddings, head, norms and biases."""
     muon_lr: float | None = None
     """Peak learning rate of Muon's matrices; None: lr, which suits muon_scale = rms."""
     muon_momentum: float = 0.95
@@ -104,14 +96,6 @@ class OptimConfig:
     muon_scale: Literal["rms", "spectral"] = "rms"
     """Size of Muon's update of a matrix [rows, columns]: rms: times 0.2 sqrt(max(rows, columns)), the size of AdamW's,
     so that its learning rate and weight decay fit; spectral: times sqrt(max(1, rows / columns))."""
-    galore_rank: int = 128
-    """Dimensions of GaLore's space; matrices with no more rows or columns have AdamW."""
-    galore_every: int = 200
-    """Updates after which GaLore chooses its space anew."""
-    galore_scale: float = 0.25
-    """Factor of GaLore's updates, beside lr."""
-    adafactor_relative: bool = False
-    """Multiply Adafactor's learning rate by each tensor's root mean square (at least 0.001), as in its paper."""
     beta1: float = 0.9
     """Decay of AdamW's first moment."""
     beta2: float = 0.95
@@ -155,6 +139,20 @@ class OptimConfig:
     compile_fullgraph: bool = False
     """Fail where a part cannot be compiled as one graph, instead of running pieces of it uncompiled."""
 
+    RENAMED = {
+        "decay_share": Removed(0.2, OTHER_SCHEDULE),
+        "num_cycles": Removed(2, OTHER_SCHEDULE),
+        "cycle_factor": Removed(1.0, OTHER_SCHEDULE),
+        "schedule=wsd": Removed(None, OTHER_SCHEDULE),
+        "schedule=cosine_restarts": Removed(None, OTHER_SCHEDULE),
+        "galore_rank": Removed(128, OTHER_OPTIMIZER),
+        "galore_every": Removed(200, OTHER_OPTIMIZER),
+        "galore_scale": Removed(0.25, OTHER_OPTIMIZER),
+        "adafactor_relative": Removed(False, OTHER_OPTIMIZER),
+        "optimizer=galore": Removed(None, OTHER_OPTIMIZER),
+        "optimizer=adafactor": Removed(None, OTHER_OPTIMIZER),
+    }
+
     def __post_init__(self) -> None:
         for name in ("lr", "eps"):
             if not 0 < getattr(self, name) < math.inf:
@@ -191,37 +189,13 @@ class OptimConfig:
 
     def _check_table(self) -> None:
         """Refuse values out of range, and options that the rest of the settings would ignore."""
-        if not 0 < self.decay_share <= 1:
-            raise ValueError(f"optim.decay_share = {self.decay_share}: expected above 0, at most 1")
-        if self.num_cycles < 1 or not 0 < self.cycle_factor < math.inf:
-            raise ValueError(
-                f"optim.num_cycles = {self.num_cycles}, optim.cycle_factor = {self.cycle_factor}: expected 1 or more, "
-                "and a number above 0"
-            )
         if not 0 <= self.muon_momentum < 1:
             raise ValueError(f"optim.muon_momentum = {self.muon_momentum}: expected 0 to below 1")
         if self.muon_lr is not None and not 0 < self.muon_lr < math.inf:
             raise ValueError(
                 f"optim.muon_lr = {self.muon_lr}: expected a finite number above 0, or None for lr"
             )
-        if self.galore_rank < 1 or self.galore_every < 1 or not 0 < self.galore_scale < math.inf:
-            raise ValueError(
-                f"optim.galore_rank = {self.galore_rank}, optim.galore_every = {self.galore_every}, "
-                f"optim.galore_scale = {self.galore_scale}: expected 1 or more, 1 or more, and a number above 0"
-            )
-        has_moments = self.optimizer != "adafactor"
         needs = {
-            "beta1": ("optimizer = adamw, muon or galore", has_moments),
-            "beta2": ("optimizer = adamw, muon or galore", has_moments),
-            "eps": ("optimizer = adamw, muon or galore", has_moments),
-            "adam_bits": ("optimizer = adamw, muon or galore", has_moments),
-            "galore_rank": ("optimizer = galore", self.optimizer == "galore"),
-            "galore_every": ("optimizer = galore", self.optimizer == "galore"),
-            "galore_scale": ("optimizer = galore", self.optimizer == "galore"),
-            "adafactor_relative": ("optimizer = adafactor", self.optimizer == "adafactor"),
-            "decay_share": ("schedule = wsd", self.schedule == "wsd"),
-            "num_cycles": ("schedule = cosine_restarts", self.schedule == "cosine_restarts"),
-            "cycle_factor": ("schedule = cosine_restarts", self.schedule == "cosine_restarts"),
             "muon_lr": ("optimizer = muon", self.optimizer == "muon"),
             "muon_momentum": ("optimizer = muon", self.optimizer == "muon"),
             "muon_scale": ("optimizer = muon", self.optimizer == "muon"),
@@ -268,7 +242,7 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = min(1.0, (step - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps))
-    shape = SHAPES[config.schedule](config, progress)
+    shape = SHAPES[config.schedule](progress)
     return (
         config.lr * (config.final_lr_share + (1 - config.final_lr_share) * shape) if shape != 1 else config.lr
     )
@@ -286,40 +260,10 @@ def warm_up_warning(config: OptimConfig, num_steps: int) -> str:
     )
 
 
-def _cosine(progress: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def _wsd(config: OptimConfig, progress: float) -> float:
-    """Stay at the peak, then fall by 1 - sqrt.
-
-    Source: 2404.06395 section 4 (warm-up, stable, decay), with the decay of 2405.18392 section 3.
-    """
-    done = (progress - (1 - config.decay_share)) / config.decay_share
-    return 1.0 if done <= 0 else 1.0 - math.sqrt(min(1.0, done))
-
-
-def _restarts(config: OptimConfig, progress: float) -> float:
-    """Follow one cosine after another.
-
-    Source: SGDR 1608.03983 equation 5. Deviation: the cycles fill the run, so that it ends at the end of one.
-    """
-    lengths = [config.cycle_factor**number for number in range(config.num_cycles)]
-    left = progress * sum(lengths)
-    for length in lengths[:-1]:
-        if left < length * (1 - ROUNDING):
-            return _cosine(left / length)
-        left -= length
-    return _cosine(min(1.0, max(0.0, left / lengths[-1])))
-
-
-ROUNDING = 1e-12
-SHAPES: dict[Schedule, Callable[[OptimConfig, float], float]] = {
-    "cosine": lambda config, progress: _cosine(progress),
-    "linear": lambda config, progress: 1.0 - progress,
-    "constant": lambda config, progress: 1.0,
-    "wsd": _wsd,
-    "cosine_restarts": _restarts,
+SHAPES: dict[Schedule, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1.0 - progress,
+    "constant": lambda progress: 1.0,
 }
 """Learning rate between its final share (0) and its peak (1), by schedule and progress after the warm-up."""
 
@@ -339,8 +283,7 @@ def is_matrix(name: str, parameter: torch.Tensor) -> bool:
 
 
 class Optimizer:
-    """AdamW, Muon, GaLore or Adafactor over a model's parameters, with float32 master weights for 16-bit parameters
-    (`Master`).
+    """AdamW or Muon over a model's parameters, with float32 master weights for 16-bit parameters (`Master`).
 
     In float16 the gradients are those of a scaled loss (`LossScale`): `step` divides them again, and leaves an update
     out where they overflowed.
@@ -351,14 +294,10 @@ class Optimizer:
         model: The model to train.
         config: Hyper-parameters.
 
-    Raises:
-        UserError: If GaLore's space is as large as every matrix.
-
     Attributes:
         num_overflows: Updates left out so far because scaled gradients overflowed.
 
-    Source: AdamW 1711.05101; matrices are decayed, vectors (norms, biases) are not. Muon: see `muon`; GaLore: see
-        `Projection`; Adafactor: see `Factors`.
+    Source: AdamW 1711.05101; matrices are decayed, vectors (norms, biases) are not. Muon: see `muon`.
     """
 
     def __init__(self, model: torch.nn.Module, config: OptimConfig) -> None:
@@ -389,20 +328,13 @@ class Optimizer:
         self._first: list[torch.Tensor] = []
         self._second: list[torch.Tensor] = []
         self._steps: list[torch.Tensor] = []
-        self._by_muon, self._low, self._factors = set[int](), dict[int, Projection](), dict[int, Factors]()
-        rank = config.galore_rank
+        self._by_muon = set[int]()
         self._turned = {index for index, (_, parameter) in enumerate(self._named) if id(parameter) in turned}
         for index, (master, (_, parameter)) in enumerate(zip(self._masters, self._named, strict=True)):
             first = second = local(parameter).shape
-            if config.optimizer == "adafactor":
-                self._factors[index] = Factors(parameter, master)
-                first = second = (0,)
-            elif config.optimizer == "muon" and id(parameter) in hidden:
+            if config.optimizer == "muon" and id(parameter) in hidden:
                 self._by_muon.add(index)
                 second = (0,)
-            elif config.optimizer == "galore" and id(parameter) in hidden and min(parameter.shape) > rank:
-                self._low[index] = Projection(parameter, master, rank=rank, every=config.galore_every)
-                first = second = self._low[index].shape
             is_packed = (
                 config.adam_bits == 8 and index not in self._by_muon and math.prod(first) >= MIN_NUMBERS
             )
@@ -413,11 +345,6 @@ class Optimizer:
             self._first.append(torch.zeros(first, **place))
             self._second.append(torch.zeros(second, **place))
             self._steps.append(torch.zeros((), device=master.device))
-        if config.optimizer == "galore" and not self._low:
-            raise UserError(
-                f"optim.galore_rank = {rank}: no trained matrix of the layers has more rows and columns; lower it, or "
-                "use another optim.optimizer"
-            )
         self._ratios = [ratios.get(id(parameter), 1.0) for _, parameter in self._named]
         self._arrivals: _Arrivals | None = None
         arrive = WeakMethod(self._arrive)  # the model must not keep its optimizer alive
@@ -425,21 +352,15 @@ class Optimizer:
             parameter.register_post_accumulate_grad_hook(partial(_call, arrive, index))
 
     def _refuse_shards(self) -> None:
-        """Refuse what needs whole matrices, where a rank has a share of them.
+        """Refuse moments in blocks, where a rank has a share of each matrix.
 
         Raises:
             UserError: With what to leave out.
         """
-        config = self._config
         if not any(is_share(parameter) for _, parameter in self._named):
             return
         setting = "parallel.kind = fsdp" if collectives.across is None else "parallel.tensor"
-        if config.optimizer in ("galore", "adafactor"):
-            raise UserError(
-                f"optim.optimizer = {config.optimizer} with {setting}: its statistics are of whole "
-                "matrices, a rank has a part of them; use adamw or muon"
-            )
-        if config.adam_bits == 8:
+        if self._config.adam_bits == 8:
             raise UserError(
                 f"optim.adam_bits = 8 with {setting}: its blocks would depend on the number of ranks; "
                 "leave it out (shards divide the state by that number)"
@@ -526,21 +447,15 @@ class Optimizer:
         decay = config.weight_decay if is_matrix(*self._named[index]) else 0.0
         if index in self._by_muon:
             self._orthogonal_update(index, gradient, lr, factor)
-        elif index in self._factors:
-            rates = {"step": float(self._steps[index]), "factor": factor, "lr": lr, "decay": decay}
-            self._factors[index].update(master, gradient, is_relative=config.adafactor_relative, **rates)
-        elif index in self._low:
-            self._projected_update(index, gradient, lr, factor)
         else:
-            self._adamw(index, master, gradient, lr, factor, decay)
+            self._adamw(index, gradient, lr, factor, decay)
         torch.autograd.graph.increment_version(
             local(parameter)
         )  # the kernels write without PyTorch's knowledge
 
-    def _adamw(
-        self, index: int, master: Master, gradient: torch.Tensor, lr: float, factor: float, decay: float
-    ) -> None:
-        """Update weights by AdamW, with the moments of a parameter."""
+    def _adamw(self, index: int, gradient: torch.Tensor, lr: float, factor: float, decay: float) -> None:
+        """Update a parameter's weights by AdamW."""
+        master = self._masters[index]
         for part, first, second in self._parts(index):
             weights = master.read(part)
             adamw(
@@ -556,17 +471,6 @@ class Optimizer:
                 decay=decay,
             )
             master.write(weights, part)
-
-    def _projected_update(self, index: int, gradient: torch.Tensor, lr: float, factor: float) -> None:
-        """Update a matrix by GaLore: AdamW moves what the projection leaves of it."""
-        config, master, low = self._config, self._masters[index], self._low[index]
-        projected = low.down(gradient, step=int(self._steps[index]))
-        change = torch.zeros_like(projected)
-        self._adamw(index, Master(change, is_offloaded=False), projected, lr, factor, decay=0.0)
-        whole = master.read()
-        whole.mul_(1 - lr * config.weight_decay)
-        low.add(whole.view(gradient.shape), change, scale=config.galore_scale)
-        master.write(whole)
 
     def _orthogonal_update(self, index: int, gradient: torch.Tensor, lr: float, factor: float) -> None:
         """Update a matrix by Muon, as a whole: its update is no function of its parts."""
@@ -605,8 +509,7 @@ class Optimizer:
     @property
     def adamw_names(self) -> set[str]:
         """Names of the parameters that AdamW updates number by number."""
-        others = self._by_muon | self._low.keys() | self._factors.keys()
-        return {name for index, (name, _) in enumerate(self._named) if index not in others}
+        return {name for index, (name, _) in enumerate(self._named) if index not in self._by_muon}
 
     @property
     def loss_scale(self) -> float | None:
@@ -662,9 +565,6 @@ class Optimizer:
         """Return the tensors that the optimizer holds besides the parameters, in their in-memory form."""
         packed = [tensor for moments in self._packed.values() for tensor in moments.tensors().values()]
         masters = [tensor for master in self._masters for tensor in master.held()]
-        masters += [
-            t for part in (*self._low.values(), *self._factors.values()) for t in part.tensors().values()
-        ]
         return [*packed, *masters, *self._first, *self._second, *self._steps]
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -681,12 +581,8 @@ class Optimizer:
             moments = {"exp_avg": self._first[index], "exp_avg_sq": self._second[index]}
             if index in self._by_muon:
                 moments = {"momentum": self._first[index]}
-            elif index in self._factors:
-                moments = self._factors[index].tensors()
             elif index in self._packed:
                 moments = self._packed[index].tensors()
-            if index in self._low:
-                moments |= self._low[index].tensors()
             state |= {f"{name}/{key}": like(tensor, parameter) for key, tensor in moments.items()}
             state[f"{name}/step"] = self._steps[index]
         return state
