@@ -958,12 +958,6 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
                 "tests/train/test_rl.py::test_a_gradient_that_is_not_finite_stops_the_run",
             ),
         ),
-        (
-            "factor",
-            "arrivals.squares += sum_of_squares(",
-            "arrivals.squares = sum_of_squares(",
-            ("tests/train/test_optimizer.py::test_an_update_in_the_backward_pass_is_the_update_after_it",),
-        ),
         ("factor", 'totals["loss"] += float', 'totals["loss"] = float'),
         ("choice", "max(totals.get(name, value), value)", "value"),
         ("factor", "totals.get(name, 0.0) + value", "value"),

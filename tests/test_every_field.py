@@ -305,7 +305,6 @@ UNSEEN: dict[str, str] = {
     "policy.steering": "a program that trains refuses it: tests/editing/test_steering.py",
     "optim.router_aux_loss_coef": "a model without experts refuses it: tests/train/test_experts.py",
     "off_policy.router_replay": "a model without experts refuses it: tests/train/test_experts.py",
-    "optim.update_in_backward": "asks for no clipping: tests/train/test_optimizer.py",
     "cluster.": "other processes that compute the same: tests/train/test_workers.py, tests/ranks/test_ray.py",
     "overlap.": "refused with some of these settings: tests/train/test_overlap.py",
     "parallel.": "how several ranks hold the model: tests/train/test_shards.py",

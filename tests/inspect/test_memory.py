@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -122,12 +121,6 @@ MORE: dict[str, RLConfig | SFTConfig] = {
     ),
     "8 bits": rl(policy(**(WIDE | {"max_positions": 64})), optim={"adam_bits": 8, "token_budget": 64}),
     "8 bits, master": supervised(policy(MANY, **WIDE), adam_bits=8, precision="bfloat16_master"),
-    "in backward": supervised(  # so short that all gradients together would be most
-        policy(**(WIDE | {"hidden_size": 256, "intermediate_size": 1024, "max_positions": 4})),
-        update_in_backward=True,
-        max_grad_norm=math.inf,
-        token_budget=256,
-    ),
     "lean": rl(
         policy(**(WIDE | {"max_positions": 400})),
         optim=lean() | {"token_budget": 100},

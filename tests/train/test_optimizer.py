@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -64,7 +62,6 @@ def loss_of(model: LanguageModel, step: int) -> torch.Tensor:
 def train(model: LanguageModel, optimizer: Optimizer, steps: range, lr: float = 3e-3) -> list[float]:
     losses = []
     for step in steps:
-        optimizer.begin(lr)
         loss = loss_of(model, step)
         loss.backward()
         losses.append(loss.item())
@@ -316,7 +313,7 @@ def test_eight_bits_are_used_for_large_tensors_only() -> None:
 @pytest.mark.some(4)
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{"adam_bits": 8}, {"offload_state": True}, {"update_in_backward": True}])
+@pytest.mark.parametrize("options", [{"adam_bits": 8}, {"offload_state": True}])
 def test_a_run_that_was_cut_ends_bitwise_the_same(options: dict[str, Any], dtype: torch.dtype) -> None:
     config = replace(FREE, **options)
     model = make(dtype)
@@ -333,80 +330,6 @@ def test_a_run_that_was_cut_ends_bitwise_the_same(options: dict[str, Any], dtype
     assert torch.equal(weights(twin), weights(model))
     for name, tensor in resumed.tensors().items():
         assert torch.equal(tensor, optimizer.tensors()[name]), name
-
-
-@pytest.mark.some(3)
-@pytest.mark.usefixtures("either")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", [32, 8])
-def test_an_update_in_the_backward_pass_is_the_update_after_it(dtype: torch.dtype, bits: int) -> None:
-    models = make(dtype), make(dtype)
-    config = replace(FREE, adam_bits=bits)
-    plain = Optimizer(models[0], config)
-    early = Optimizer(models[1], replace(config, update_in_backward=True))
-    prepare_model(models[1], replace(config, checkpoint_layers=True, checkpoint_kind="mlp"))
-    for step in range(4):
-        norms = []
-        for model, optimizer in zip(models, (plain, early), strict=True):
-            optimizer.begin(1e-2)
-            loss_of(model, step).backward()
-            assert all((p.grad is None) == (optimizer is early) for p in model.parameters())
-            norms.append(optimizer.step(1e-2))
-        assert norms[1] == pytest.approx(norms[0], rel=1e-12)  # the sum's order is that of arrival
-    # The tied table has its two gradients added before it is updated, or it would be updated twice.
-    assert torch.equal(weights(models[0]), weights(models[1]))
-
-
-def test_a_backward_pass_that_was_not_announced_updates_nothing() -> None:
-    model = make()
-    optimizer = Optimizer(model, replace(FREE, update_in_backward=True))
-    before = weights(model)
-    loss_of(model, 0).backward()  # as a rehearsal does
-    assert torch.equal(weights(model), before)
-    assert all(p.grad is not None for p in model.parameters())
-    twin = make()
-    for parameter, other in zip(twin.parameters(), model.parameters(), strict=True):
-        parameter.grad = None if other.grad is None else other.grad.clone()
-    Optimizer(twin, FREE).step(1e-2)
-    optimizer.begin(1e-2)  # too late for what is there already, which the step itself must use
-    optimizer.step(1e-2)
-    assert torch.equal(weights(twin), weights(model))
-    assert not torch.equal(weights(model), before)
-
-
-def test_a_second_gradient_before_the_step_is_refused() -> None:
-    model = make()
-    optimizer = Optimizer(model, replace(FREE, update_in_backward=True))
-    optimizer.begin(1e-2)
-    loss_of(model, 0).backward()
-    with pytest.raises(
-        UserError, match=r"a second gradient.*one micro-batch per update: raise optim.token_budget"
-    ):
-        loss_of(model, 1).backward()
-
-
-def test_from_a_bad_gradient_on_nothing_is_updated() -> None:
-    model = make()
-    optimizer = Optimizer(model, replace(FREE, update_in_backward=True))
-    train(model, optimizer, range(1))
-    before = weights(model)
-    state = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
-    optimizer.begin(1e-2)
-    (loss_of(model, 1) * float("nan")).backward()
-    assert math.isnan(optimizer.step(1e-2))
-    assert torch.equal(weights(model), before)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in optimizer.tensors().items())
-    assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.ci
-def test_a_model_does_not_keep_its_optimizers() -> None:
-    model = make()
-    old = weakref.ref(Optimizer(model, replace(FREE, update_in_backward=True)))
-    new = Optimizer(model, replace(FREE, update_in_backward=True))
-    gc.collect()
-    assert old() is None
-    assert train(model, new, range(2))[1] > 0
 
 
 @pytest.mark.usefixtures("either")
@@ -442,7 +365,6 @@ def test_no_clipping_leaves_gradients_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"update_in_backward": True}, "max_grad_norm = 1: .*disable clipping with max_grad_norm = inf"),
         ({"max_grad_norm": math.nan}, "max_grad_norm = nan: expected a number above 0"),
         ({"checkpoint_kind": "mlp"}, "checkpoint_kind = mlp: expected with checkpoint_layers"),
         ({"offload_inputs": True}, "offload_inputs = true: expected with checkpoint_layers"),
@@ -457,14 +379,11 @@ def test_settings_that_contradict_each_other_are_refused(options: dict[str, Any]
         OptimConfig(**options)
 
 
-def test_what_needs_a_gpu_or_one_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_a_gpu_is_refused() -> None:
     model = make()
     for options in ({"offload_state": True}, {"offload_inputs": True, "checkpoint_layers": True}):
         with pytest.raises(UserError, match=f"optim.{next(iter(options))} = true on a CPU: expected a GPU"):
             prepare_model(model, OptimConfig(**options))
-    monkeypatch.setattr("whet.train.optim.step.world_size", lambda: 2)
-    with pytest.raises(UserError, match="update_in_backward = true on 2 ranks: expected one"):
-        prepare_model(model, replace(FREE, update_in_backward=True))
     prepare_model(model, FREE)
 
 
@@ -503,16 +422,11 @@ LOW: dict[str, dict[str, Any]] = {
     ],
 )
 @pytest.mark.parametrize("kind", LOW)
-def test_low_memory_optimizers_resume_exactly_and_work_in_the_backward_pass(
-    kind: str, dtype: torch.dtype
-) -> None:
+def test_low_memory_optimizers_resume_exactly(kind: str, dtype: torch.dtype) -> None:
     config = replace(FREE, **LOW[kind])
-    model, early = make(dtype), make(dtype)
+    model = make(dtype)
     optimizer = Optimizer(model, config)
-    each = [(model, optimizer), (early, Optimizer(early, replace(config, update_in_backward=True)))]
-    for pair in each:
-        train(*pair, range(3))
-    assert torch.equal(weights(model), weights(early))
+    train(model, optimizer, range(3))
     stored = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
     twin = make(dtype)
     twin.load_state_dict(model.state_dict())

@@ -597,10 +597,6 @@ CRITIC: dict[str, Any] = {"baseline": "value", "scale": "none", "uninformative":
             "off_policy.proximal = recomputed",
         ),
         ({"optim": OptimConfig(compile=True)}, "with optim.compile"),
-        (
-            {"optim": OptimConfig(update_in_backward=True, max_grad_norm=float("inf"))},
-            "optim.update_in_backward: groups would have to wait",
-        ),
         ({"overlap": ASYNC}, "async with off_policy.staleness = 0.*set off_policy.staleness to 1"),
         ({"overlap": ASYNC, "off_policy": OLD, "optim": OptimConfig(compile=True)}, "with optim.compile"),
     ],

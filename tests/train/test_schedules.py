@@ -105,10 +105,6 @@ def test_the_diagnosis_knows_every_schedule(schedule: Any) -> None:
         ({"muon_lr": 0.02}, "read with optim.optimizer = muon"),
         ({"muon_momentum": 1.0, "optimizer": "muon"}, "expected 0 to below 1"),
         ({"compile_mode": "max-autotune"}, "read with optim.compile = true"),
-        (
-            {"precision": "float16_master", "update_in_backward": True, "max_grad_norm": math.inf},
-            "update_in_backward = true with precision = float16_master",
-        ),
     ],
 )
 def test_what_would_be_ignored_is_refused(wrong: dict[str, Any], message: str) -> None:

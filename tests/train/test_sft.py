@@ -647,15 +647,3 @@ def test_a_step_that_is_not_finite_is_left_out_and_counted(
 def test_wrong_settings(wrong: dict[str, float], tiny_policy: PolicyConfig, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} = .*expected"):
         make_config(tiny_policy, tmp_path, **wrong)
-
-
-def test_updates_inside_the_backward_pass_leave_nothing_to_replay(
-    tmp_path: Path, tiny_policy: PolicyConfig
-) -> None:
-    """A record is of the weights before the update, which are gone when the batch is known."""
-    optim = OptimConfig(max_grad_norm=math.inf, warmup_steps=0, update_in_backward=True)
-    short: dict[str, Any] = {"num_steps": 2, "save_every": 1, "validation_problems": 0}
-    train(make_config(tiny_policy, tmp_path / "run", optim=optim, **short))
-    assert not (tmp_path / "run" / "replay").exists()
-    train(make_config(tiny_policy, tmp_path / "other", **short))
-    assert (tmp_path / "other" / "replay" / "step_00000001").is_dir()

@@ -723,8 +723,7 @@ def train(config: DPOConfig, *, resume: Resume = False, on_step: OnStep | None =
         tracking,
         best="dpo/validation_loss",
         headline=("dpo/loss", "dpo/accuracy", "dpo/margin", "dpo/validation_accuracy"),
-        # Not of weights that moved before the record began, nor of what has no log-probabilities.
-        records=not config.optim.update_in_backward and config.loss != "reward",
+        records=config.loss != "reward",  # which has no log-probabilities
     )
     fit = Fit(
         run,

@@ -165,7 +165,6 @@ class Fit(Generic[Item]):
             drawn = order.next(config.batch_size)
         mine = [drawn[index] for index in shard(len(drawn))]
         lr = run.lr
-        run.optimizer.begin(lr)
         result = self._train_batch(mine, self._budget)
         run.begin_record(lambda: self._described(mine, result))
         norm = run.optimizer.step(lr, loss=result.loss)

@@ -203,7 +203,6 @@ def train(config: RFTConfig, *, resume: Resume = False, on_step: OnStep | None =
         best="eval/greedy",
         higher_is_better=True,
         headline=("rft/loss", "rft/right", "eval/greedy", "rft/tokens_per_second"),
-        records=not config.optim.update_in_backward,  # weights that moved before the record began
     )
     fit = Fit(
         run,

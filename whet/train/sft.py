@@ -388,7 +388,6 @@ def train(config: SFTConfig, *, resume: Resume = False, on_step: OnStep | None =
         tracking,
         best="sft/validation_loss",
         headline=("sft/loss", "sft/validation_loss", "sft/lr", "sft/tokens_per_second"),
-        records=not config.optim.update_in_backward,  # weights that moved before the record began
     )
     fit = Fit(
         run,

@@ -114,7 +114,6 @@ def measure(run: RLConfig | SFTConfig, policy: Policy, work: Workload) -> dict[s
         if isinstance(run, SFTConfig):
             first = 1 + max(1, work.image_tokens)  # an image is never trained on
             ids = [_prompt(place, work.length, policy.model, work) for place in range(work.num_sequences)]
-            optimizer.begin(run.optim.lr)
             train_step(
                 policy,
                 [TrainingSequence(prompt_ids=i[:first], completion_ids=i[first:]) for i in ids],

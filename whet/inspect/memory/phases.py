@@ -69,7 +69,6 @@ class Workload:
         offload_inputs: Whether layers' inputs are kept in host memory.
         optimizer: The optimizer.
         adam_bits: Bits per number of the moments.
-        update_in_backward: Whether each gradient is applied and dropped immediately.
         offload_state: Whether moments and master weights are in host memory.
         length: Longest sequence, prompt and completion, in tokens.
         num_trained: Trained tokens of such a sequence.
@@ -110,7 +109,6 @@ class Workload:
     offload_inputs: bool = False
     optimizer: OptimizerName = "adamw"
     adam_bits: int = 32
-    update_in_backward: bool = False
     offload_state: bool = False
     length: int
     num_trained: int
@@ -1056,8 +1054,8 @@ def _backward(work: Workload, sizes: Sequence[int]) -> dict[str, int]:
     table, gradients = shape.vocab_size * shape.hidden_size * work.parameter_bytes, gradient_bytes(work)
     if work.lora.rank:
         table = 0  # frozen
-    earlier = sum(gradients) if micro.count > 1 and not work.update_in_backward else 0
-    whole = max(gradients) if work.update_in_backward else sum(gradients)
+    earlier = sum(gradients) if micro.count > 1 else 0
+    whole = sum(gradients)
     exchanged = 0
     if work.num_shards > 1 and not work.lora.rank:
         # Those of one layer as they were computed, and as they are sent.
@@ -1153,8 +1151,6 @@ def _head(work: Workload, trained: int) -> int:
 def _update(work: Workload) -> dict[str, int]:
     """Return the bytes of gradients and of copies of them, if not read in place; or of unpacked moments."""
     parts = {"activations": _batch_bytes(work) if work.rows else 0}
-    if work.update_in_backward:
-        return parts
     trained = trained_shapes(work)
     sizes = [size.numel() for _, size in trained]
     count = sum(sizes)

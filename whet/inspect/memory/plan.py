@@ -382,7 +382,6 @@ def workload(
         offload_inputs=run.optim.offload_inputs,
         optimizer=run.optim.optimizer,
         adam_bits=run.optim.adam_bits,
-        update_in_backward=run.optim.update_in_backward,
         offload_state=run.optim.offload_state,
         length=length,
         num_trained=length - 1,

@@ -161,7 +161,6 @@ class FineTuning(Steps):
         rows: list[TrainingSequence] = self._longest if longest else self._first
 
         def work(mark: Mark) -> dict[str, float]:
-            optimizer.begin(LR)
             loss, _, tokens, _ = train_step(self.policy, rows, run.optim, allowed_coef=run.allowed_coef)
             optimizer.step(LR, loss=loss)
             mark("train")

@@ -511,7 +511,6 @@ class Objective:
     ) -> dict[str, float]:
         """Run one update of the policy; return its metrics, or none if no token carries signal and nothing is
         updated."""
-        optimizer.begin(lr)
         # Denominators count all scored samples; only those that carry signal are run. So dropping the others saves
         # time without changing the gradient.
         trained = self._teaching(counted)

@@ -9,10 +9,9 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
-from weakref import WeakMethod
 
 import torch
 
@@ -124,8 +123,6 @@ class OptimConfig:
     """With checkpoint_layers: keep the layers' inputs in host memory until the backward pass (on a GPU)."""
     adam_bits: Literal[32, 8] = 32
     """Bits per number of AdamW's moments; 8 takes 2 bytes per parameter instead of 8."""
-    update_in_backward: bool = False
-    """Update each parameter as soon as its gradient is ready, and drop the gradient: one micro-batch, no clipping."""
     offload_state: bool = False
     """Keep moments and master weights in host memory, and update there (with a GPU)."""
     compile: bool = False
@@ -151,6 +148,7 @@ class OptimConfig:
         "adafactor_relative": Removed(False, OTHER_OPTIMIZER),
         "optimizer=galore": Removed(None, OTHER_OPTIMIZER),
         "optimizer=adafactor": Removed(None, OTHER_OPTIMIZER),
+        "update_in_backward": Removed(False, "use precision = bfloat16_master, whose gradients take half"),
     }
 
     def __post_init__(self) -> None:
@@ -181,11 +179,6 @@ class OptimConfig:
             raise ValueError(
                 "optim.offload_inputs = true: expected with checkpoint_layers = true and checkpoint_kind = layer only"
             )
-        if self.update_in_backward and self.max_grad_norm < math.inf:
-            raise ValueError(
-                f"optim.update_in_backward = true with max_grad_norm = {self.max_grad_norm:g}: the norm is known when "
-                "all gradients are gone; disable clipping with max_grad_norm = inf, or leave update_in_backward out"
-            )
 
     def _check_table(self) -> None:
         """Refuse values out of range, and options that the rest of the settings would ignore."""
@@ -210,11 +203,6 @@ class OptimConfig:
                 raise UnreadError(
                     f"optim.{name} = {value} is read with optim.{owner} only; leave it out", name
                 )
-        if self.is_scaled and self.update_in_backward:
-            raise ValueError(
-                f"optim.update_in_backward = true with precision = {self.precision}: whether the scaled gradients "
-                "overflowed is known when all updates are done; use bfloat16 or float32, or leave it out"
-            )
 
     @property
     def is_scaled(self) -> bool:
@@ -266,15 +254,6 @@ SHAPES: dict[Schedule, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
 }
 """Learning rate between its final share (0) and its peak (1), by schedule and progress after the warm-up."""
-
-
-@dataclass(slots=True)
-class _Arrivals:
-    """State of a backward pass whose gradients are applied as they arrive."""
-
-    lr: float
-    squares: float = 0.0
-    seen: set[int] = field(default_factory=set)
 
 
 def is_matrix(name: str, parameter: torch.Tensor) -> bool:
@@ -346,10 +325,6 @@ class Optimizer:
             self._second.append(torch.zeros(second, **place))
             self._steps.append(torch.zeros((), device=master.device))
         self._ratios = [ratios.get(id(parameter), 1.0) for _, parameter in self._named]
-        self._arrivals: _Arrivals | None = None
-        arrive = WeakMethod(self._arrive)  # the model must not keep its optimizer alive
-        for index, (_, parameter) in enumerate(self._named if config.update_in_backward else ()):
-            parameter.register_post_accumulate_grad_hook(partial(_call, arrive, index))
 
     def _refuse_shards(self) -> None:
         """Refuse moments in blocks, where a rank has a share of each matrix.
@@ -366,32 +341,6 @@ class Optimizer:
                 "leave it out (shards divide the state by that number)"
             )
 
-    def begin(self, lr: float) -> None:
-        """Announce that the next backward pass belongs to the next `step`: gradients may be applied as they arrive.
-
-        Without this call, `step` does the whole update.
-
-        Args:
-            lr: Learning rate of that step.
-        """
-        self._arrivals = _Arrivals(lr) if self._config.update_in_backward else None
-
-    def _arrive(self, index: int) -> None:
-        arrivals, (name, parameter) = self._arrivals, self._named[index]
-        if arrivals is None:  # a backward pass without an update, such as a rehearsal's
-            return
-        if index in arrivals.seen:
-            raise UserError(
-                f"optim.update_in_backward: {name} has a second gradient before the step's end; it supports one "
-                "micro-batch per update: raise optim.token_budget, or leave it out"
-            )
-        assert parameter.grad is not None
-        arrivals.seen.add(index)
-        arrivals.squares += sum_of_squares(parameter.grad)
-        if math.isfinite(arrivals.squares):
-            self._update_one(index, arrivals.lr, 1.0)
-        parameter.grad = None
-
     @spanned("optimizer_step")
     def step(self, lr: float, *, loss: float = 0.0) -> float:
         """Clip the gradients' global norm, update and clear them.
@@ -401,13 +350,8 @@ class Optimizer:
             loss: Loss of the step. If it is not finite, nothing is updated.
 
         Returns:
-            The norm before clipping. If it is not finite, nothing is updated; with `update_in_backward`, nothing from
-            the first non-finite gradient on.
+            The norm before clipping. If it is not finite, nothing is updated.
         """
-        arrivals, self._arrivals = self._arrivals, None
-        if arrivals is not None and arrivals.seen:
-            assert lr == arrivals.lr
-            return math.sqrt(arrivals.squares)
         used = [index for index, (_, parameter) in enumerate(self._named) if parameter.grad is not None]
         gradients = [local(grad) for index in used if (grad := self._named[index][1].grad) is not None]
         scale = self.loss_scale or 1.0
@@ -601,11 +545,6 @@ class Optimizer:
         self._share_scale()
 
 
-def _call(method: WeakMethod[Callable[[int], None]], index: int, _: torch.Tensor) -> None:
-    if (bound := method()) is not None:
-        bound(index)
-
-
 AUTOCAST: dict[Precision, torch.dtype] = {
     "bfloat16_autocast": torch.bfloat16,
     "float16_autocast": torch.float16,
@@ -633,7 +572,7 @@ def prepare_model(model: LanguageModel, config: OptimConfig) -> None:
     every call and would be recompiled each time.
 
     Raises:
-        UserError: If an option needs a GPU but there is none, or one rank but there are several.
+        UserError: If an option needs a GPU but there is none.
     """
     for name, is_on in {
         "offload_inputs": config.offload_inputs,
@@ -643,11 +582,6 @@ def prepare_model(model: LanguageModel, config: OptimConfig) -> None:
             raise UserError(
                 f"optim.{name} = true on a CPU: expected a GPU, whose memory it spares; leave it out"
             )
-    if config.update_in_backward and world_size() > 1:
-        raise UserError(
-            f"optim.update_in_backward = true on {world_size()} ranks: expected one, because gradients are summed "
-            "after the backward pass; leave it out"
-        )
     model.checkpoint_layers = config.checkpoint_layers
     if config.checkpoint_layers and model.head_weight.device.type == "cpu":
         _keep_less()

@@ -92,7 +92,6 @@ def check_overlap(
     if mode != "stream":
         return
     waits = {
-        "optim.update_in_backward": optim.update_in_backward,
         f"off_policy.staleness = {off_policy.staleness}": off_policy.staleness > 0,
         f"off_policy.proximal = {off_policy.proximal}": off_policy.proximal == "recomputed",
         f"algo.scale = {algo.scale}": algo.scale == "batch",
