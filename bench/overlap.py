@@ -2,8 +2,8 @@
 
 python bench/overlap.py [--quick] [--models ab] [--waits 0,5] [--repeats 7] [--json FILE]
 
-`stream` is timed against `off`, `async` against `off` with samples that are one step old: the same samples, prompts
-and updates on both sides. Completions end at random (1 token in 48 is a stop token) and at 128 tokens at the latest,
+`async` is timed against `off` with samples that are one step old: the same samples, prompts and updates on both sides.
+Completions end at random (1 token in 48 is a stop token) and at 128 tokens at the latest,
 so there is a tail to fill. A wait is slept for each sample by its reward, as a judge or a sandbox would keep one
 waiting. Per row: median seconds of a step, their ratio, `rl/overlap`, and the share of the two phases' seconds that
 is saved, 1 - T / (T_rollout + T_update).
@@ -11,7 +11,6 @@ is saved, 1 - T / (T_rollout + T_update).
 
 from __future__ import annotations
 
-import functools
 import statistics
 import tempfile
 import time
@@ -29,7 +28,7 @@ from whet.train.objective.advantage import with_advantages
 from whet.train.objective.objective import Objective
 from whet.train.optim.step import OptimConfig, Optimizer
 from whet.train.rollout.order import data_order
-from whet.train.rollout.overlap import Mode, OverlapConfig, part_groups
+from whet.train.rollout.overlap import Mode, OverlapConfig
 from whet.train.rollout.rollout import RolloutParams
 from whet.train.rollout.source import RolloutSource
 from whet.types import Problem
@@ -40,12 +39,12 @@ NUM_PROMPTS, GROUP_SIZE, NEW_TOKENS, STOP_SHARE = 8, 8, 128, 48
 class Side:
     """The steps of one mode on weights of its own."""
 
-    def __init__(self, home: Path, texts: list[str], mode: Mode, *, staleness: int, wait_ms: float) -> None:
+    def __init__(self, home: Path, texts: list[str], mode: Mode, *, wait_ms: float) -> None:
         self.policy = sides.load_whet(home, dtype=torch.float32, max_rows=NUM_PROMPTS * GROUP_SIZE)
         self.policy.stop_ids = tuple(range(self.policy.tokenizer.vocab_size // STOP_SHARE))
         self.algo, self.weights = AlgoConfig(uninformative="keep"), {"words": 1.0}
         optim = OptimConfig(lr=LR, schedule="constant", warmup_steps=0)
-        overlap, task = OverlapConfig(mode=mode), WordTask(texts)
+        task = WordTask(texts)
 
         def score(problem: Problem, text: str) -> float:
             time.sleep(wait_ms / 1000)
@@ -60,10 +59,10 @@ class Side:
             weights=self.weights,
             num_prompts=NUM_PROMPTS,
             params=RolloutParams(group_size=GROUP_SIZE, sampling=SamplingParams(max_new_tokens=NEW_TOKENS)),
-            staleness=staleness,
+            staleness=1,
             num_steps=10**6,
             seed=0,
-            overlap=overlap,
+            overlap=OverlapConfig(mode=mode),
         )
         self.optimizer = Optimizer(self.policy.model, optim)
         self.objective = Objective(
@@ -72,7 +71,6 @@ class Side:
             optim=optim,
             temperature=1.0,
             max_length=NEW_TOKENS,
-            part_groups=part_groups(overlap, NUM_PROMPTS),
         )
         self.seconds: list[float] = []
         self.overlaps: list[float] = []
@@ -81,61 +79,52 @@ class Side:
     def step(self) -> None:
         """Do one step, and note what it took."""
         began = time.perf_counter()
-        collected = self.source.next(len(self.seconds), functools.partial(self.objective.add, progress=0.0))
+        collected = self.source.next(len(self.seconds))
         rollout = collected.rollout
         groups = with_advantages([rollout.groups[p] for p in collected.used], self.algo, self.weights)
         sampled = time.perf_counter()
         with self.source.updating():
             self.objective.update(groups, self.optimizer, LR)
         trained = time.perf_counter() - sampled
-        overlap, beside = self.source.wait()
+        overlap = self.source.wait()
         self.seconds.append(time.perf_counter() - began)
         self.overlaps.append(overlap)
-        self.phases.append(rollout.generate_seconds + rollout.reward_seconds + trained + beside)
+        self.phases.append(rollout.generate_seconds + rollout.reward_seconds + trained)
 
     def weights_now(self) -> torch.Tensor:
         """Return all weights."""
         return torch.cat([p.detach().flatten() for p in self.policy.model.parameters()])
 
 
-def run(home: Path, wait_ms: float, repeats: int) -> list[dict[str, Any]]:
-    """Time both modes against their twins."""
+def run(home: Path, wait_ms: float, repeats: int) -> dict[str, Any]:
+    """Time steps with overlap against those without."""
     shape = sides.SHAPES[home.name]
     prompts = sides.draw_prompts(NUM_PROMPTS, 32, 96, shape.vocab_size)
     texts = [" ".join(map(str, ids[:-1])) for ids in prompts]
-    rows = []
-    pairs: list[tuple[Mode, int]] = [("stream", 0), ("async", 1)]
-    for mode, staleness in pairs:
-        chosen: list[Mode] = ["off", mode]
-        twins = [Side(home, texts, m, staleness=staleness, wait_ms=wait_ms) for m in chosen]
-        for _ in range(repeats + 2):
-            for side in twins:
-                side.step()
-        off, on = twins
-        gap = float((off.weights_now() - on.weights_now()).abs().max())
-        pace = [a / b for a, b in zip(off.seconds[2:], on.seconds[2:], strict=True)]
-        seconds = {name: statistics.median(side.seconds[2:]) for name, side in (("off", off), (mode, on))}
-        alone = statistics.median(off.phases[2:])
-        rows.append(
-            {
-                "model": home.name,
-                "wait_ms": wait_ms,
-                "mode": mode,
-                "off_seconds": seconds["off"],
-                "seconds": seconds[mode],
-                "ratio": statistics.median(pace),
-                "overlap": statistics.median(on.overlaps[2:]),
-                "saved": 1 - seconds[mode] / alone,
-                "weights_differ_by": gap,
-            }
-        )
-        for side in twins:
-            side.source.close()
-    return rows
+    off, on = Side(home, texts, "off", wait_ms=wait_ms), Side(home, texts, "async", wait_ms=wait_ms)
+    for _ in range(repeats + 2):
+        off.step()
+        on.step()
+    gap = float((off.weights_now() - on.weights_now()).abs().max())
+    pace = [a / b for a, b in zip(off.seconds[2:], on.seconds[2:], strict=True)]
+    seconds = statistics.median(on.seconds[2:])
+    for side in (off, on):
+        side.source.close()
+    return {
+        "model": home.name,
+        "wait_ms": wait_ms,
+        "mode": "async",
+        "off_seconds": statistics.median(off.seconds[2:]),
+        "seconds": seconds,
+        "ratio": statistics.median(pace),
+        "overlap": statistics.median(on.overlaps[2:]),
+        "saved": 1 - seconds / statistics.median(off.phases[2:]),
+        "weights_differ_by": gap,
+    }
 
 
 def main() -> None:
-    """Print a line per model, wait and mode."""
+    """Print a line per model and wait."""
     parser = sides.parser(__doc__, devices=("cpu",))
     parser.add_argument("--waits", default="0,5", help="milliseconds that the reward of a sample sleeps")
     arguments = parser.parse_args()
@@ -146,15 +135,15 @@ def main() -> None:
         for name in arguments.models or ("a" if arguments.quick else "ab"):
             home = sides.save_shape(name, Path(folder))
             for wait_ms in map(float, arguments.waits.split(",")):
-                for row in run(home, wait_ms, repeats):
-                    rows.append(row)
-                    print(
-                        f"model {name}, reward {wait_ms:g} ms a sample: off {row['off_seconds']:.2f} s, {row['mode']} "
-                        f"{row['seconds']:.2f} s, {row['ratio']:.2f}x; overlap {row['overlap']:.0%}, saved "
-                        f"{row['saved']:.0%}; weights differ by {row['weights_differ_by']:.0e} "
-                        f"(medians of {repeats} alternating steps)",
-                        flush=True,
-                    )
+                row = run(home, wait_ms, repeats)
+                rows.append(row)
+                print(
+                    f"model {name}, reward {wait_ms:g} ms a sample: off {row['off_seconds']:.2f} s, async "
+                    f"{row['seconds']:.2f} s, {row['ratio']:.2f}x; overlap {row['overlap']:.0%}, saved "
+                    f"{row['saved']:.0%}; weights differ by {row['weights_differ_by']:.0e} "
+                    f"(medians of {repeats} alternating steps)",
+                    flush=True,
+                )
     sides.finish(arguments, rows)
 
 

@@ -698,18 +698,6 @@ TABLE: dict[tuple[str, tuple[str, ...]], list[Row]] = {
         ("denominator", "everywhere = all_gather_values(mine)", "everywhere = mine"),
         (
             "denominator",
-            "parameter.grad.mul_(1.0 / denominator)",
-            "parameter.grad.mul_(1.0)",
-            ("tests/train/test_parts.py",),
-        ),
-        (
-            "denominator",
-            'totals.get("loss", 0.0) / denominator}',
-            'totals.get("loss", 0.0)}',
-            ("tests/train/test_parts.py",),
-        ),
-        (
-            "denominator",
             "num_tokens=num_tokens,",
             "num_tokens=num_scored_tokens,",
             cases("dapo", "batch scale"),

@@ -220,7 +220,6 @@ MODES: dict[str, tuple[Data, list[Any]]] = {
     "off_policy.low": (OLD, [0.99]),
     "off_policy.high": (OLD, [1.0]),
     "overlap.mode": ({"off_policy.staleness": 1}, ["async"]),
-    "overlap.num_parts": ({"overlap.mode": "stream"}, [1]),
     "value.lr": (CRITIC, [0.1]),
     "value.gamma": (CRITIC, [0.5]),
     "value.lam": (CRITIC, [0.5]),

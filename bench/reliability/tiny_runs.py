@@ -80,7 +80,6 @@ PROGRAMS: dict[str, list[str]] = {
         *"--save-every 3 --validation-problems 8 --policy.num-threads 1".split(),
         *SAMPLING,
     ],
-    "rl overlap": [*RL, *"--overlap.mode stream --overlap.num-parts 2".split()],
     "rl async": [*RL, *"--overlap.mode async --off-policy.staleness 1".split()],
     "rl kl": [
         *RL,

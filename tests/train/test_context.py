@@ -29,7 +29,6 @@ from whet.train import rl, sft
 from whet.train.optim.safety import TokenBudget
 from whet.train.optim.step import OptimConfig, costs_of, shard_layers
 from whet.train.rl_config import RLConfig
-from whet.train.rollout.overlap import OverlapConfig
 from whet.types import MicroBatch, Segment, Split, UserError
 
 SEGMENTS = (  # a long one, a prompt with two long completions, a short one, and a prompt with short completions
@@ -201,13 +200,6 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         ParallelConfig(context=0)
     with pytest.raises(ValueError, match="parallel.balance = off with parallel.context = 2"):
         ParallelConfig(context=2, balance="off")
-    with pytest.raises(ValueError, match="overlap.mode = stream with parallel.context above 1"):
-        RLConfig(
-            out="",
-            policy=replace(demo_policy(), model=SHAPE),
-            parallel=ParallelConfig(context=2),
-            overlap=OverlapConfig(mode="stream"),
-        )
 
 
 # Real ranks.

@@ -49,7 +49,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "critic": {"algo": replace(ALGORITHMS["ppo"](), uninformative="keep")},
     "stale": {"off_policy": replace(REPLAY, **STALE)},
     "async": {"overlap": OverlapConfig(mode="async"), "off_policy": replace(REPLAY, staleness=1)},
-    "stream": {"overlap": OverlapConfig(mode="stream")},
     "balanced": {
         "optim": OptimConfig(
             lr=1e-3, warmup_steps=0, token_budget=150, router_aux_loss_coef=0.1, checkpoint_layers=True
@@ -139,8 +138,7 @@ def test_runs_take_the_samplers_experts_and_resume_exactly(
     name: str, mixture: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sampler goes other ways in every layer; two halves with waiting samples between them, or one run."""
-    if name != "stream":  # there, groups are trained on before they are collected
-        reward_lengths(monkeypatch)
+    reward_lengths(monkeypatch)
     seen: list[float] = []
     plain = Policy.score
 
@@ -252,8 +250,6 @@ def test_what_cannot_replay_is_refused(
         sft.train(sft.SFTConfig(out=str(tmp_path / "dense"), policy=tiny_policy, optim=optim))
     with pytest.raises(ValueError, match=r"router_aux_loss_coef = -1: expected 0 .* or more"):
         OptimConfig(router_aux_loss_coef=-1)
-    with pytest.raises(ValueError, match="overlap.mode = stream with optim.router_aux_loss_coef"):
-        make_config(mixture, tmp_path, optim=optim, overlap=OverlapConfig(mode="stream"))
     generate = Engine.generate
 
     def silent(self: Engine, *arguments: Any, **options: Any) -> Any:  # as a server of another make

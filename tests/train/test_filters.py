@@ -39,7 +39,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "critic": {"algo": replace(ALGORITHMS["ppo"](), uninformative="keep")},
     "stale": {"off_policy": OffPolicyConfig(staleness=2, proximal="recomputed", correction="token_truncate")},
     "async": {"overlap": OverlapConfig(mode="async"), "off_policy": OffPolicyConfig(staleness=1)},
-    "stream": {"overlap": OverlapConfig(mode="stream")},
 }
 
 
@@ -91,8 +90,7 @@ def test_runs_keep_their_sets_and_resume_exactly(
     name: str, tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two halves with the samples that wait between them, or one run: the same weights, to the bit."""
-    if name != "stream":  # there, groups are trained on before they are collected
-        reward_lengths(monkeypatch)
+    reward_lengths(monkeypatch)
     seen: list[float] = []
     plain = Policy.score
 
@@ -107,7 +105,7 @@ def test_runs_keep_their_sets_and_resume_exactly(
     monkeypatch.setattr(Policy, "score", score)
     config = make_config(tiny_policy, tmp_path / "straight", **SETTINGS[name])
     whole = train(config)
-    if name in ("kl, checkpointed", "critic", "stream"):
+    if name in ("kl, checkpointed", "critic"):
         assert all(row["rl/logprob_gap_max"] == 0.0 for row in rows(tmp_path / "straight"))
     elif name == "minibatches":
         assert all(

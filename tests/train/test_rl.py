@@ -1001,15 +1001,15 @@ def test_speed_divides_tokens_by_the_time_that_made_them(monkeypatch: pytest.Mon
         groups=[SimpleNamespace(samples=samples)], generate_seconds=3.0, reward_seconds=0.5
     )
     stubs: Any = SimpleNamespace(
-        monitor=None, wait=lambda: (0.25, 1.0), sync_metrics=dict, num_tokens_read=50, rollout=rollout
+        monitor=None, wait=lambda: 0.25, sync_metrics=dict, num_tokens_read=50, rollout=rollout
     )
-    # Ten seconds in all; sampled after six, so that four were training, and one more beside sampling.
+    # Ten seconds in all; sampled after six, so that four were training.
     found = rl.speed(stubs, stubs, stubs, stubs, torch.device("cpu"), 100.0, 106.0)
-    assert found["rl/train_seconds"] == 5.0
+    assert found["rl/train_seconds"] == 4.0
     assert found["rl/overlap"] == 0.25
     assert found["rl/tokens_per_second"] == pytest.approx(6 / 10)
     assert found["rl/generate_tokens_per_second"] == pytest.approx(6 / 3)
-    assert found["rl/train_tokens_per_second"] == pytest.approx(50 / 5)
+    assert found["rl/train_tokens_per_second"] == pytest.approx(50 / 4)
 
 
 def test_staleness_is_how_many_steps_ago_it_was_sampled(

@@ -151,9 +151,8 @@ def with_twin(monkeypatch: pytest.MonkeyPatch, *, tells: bool = False) -> list[T
     [
         {},
         {"off_policy": OffPolicyConfig(staleness=1), "overlap": OverlapConfig(mode="async")},
-        {"overlap": OverlapConfig(mode="stream")},
     ],
-    ids=["off", "async", "stream"],
+    ids=["off", "async"],
 )
 def test_a_copy_of_the_weights_draws_the_same(
     changes: dict[str, Any], tiny_policy: PolicyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ import torch
 from gloo import run_ranks
 from safetensors.torch import load_file
 
+from whet.algo.config import OffPolicyConfig
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.sampling import SamplingParams
 from whet.model.config import ModelConfig
@@ -250,8 +251,12 @@ def test_settings_that_nothing_reads_are_refused() -> None:
     with pytest.raises(ValueError, match="parallel.replicas = 0: expected 1 or more"):
         replace(FSDP, replicas=0)
     policy = PolicyConfig(init="base")
-    with pytest.raises(ValueError, match="overlap.mode = stream with parallel.kind = fsdp"):
-        RLConfig(out="", policy=policy, parallel=FSDP, overlap=OverlapConfig(mode="stream"))
+    overlap: dict[str, Any] = {
+        "overlap": OverlapConfig(mode="async"),
+        "off_policy": OffPolicyConfig(staleness=1),
+    }
+    with pytest.raises(ValueError, match="overlap.mode = async with parallel.kind = fsdp"):
+        RLConfig(out="", policy=policy, parallel=FSDP, **overlap)
 
 
 def in_turn() -> list[Any]:

@@ -13,6 +13,7 @@ import torch
 from gloo import run_ranks
 from test_shards import SHAPE, assert_equal, bench, tiny, weights
 
+from whet.algo.config import OffPolicyConfig
 from whet.algo.packing import TrainingSequence, pack
 from whet.generate.policy import PolicyConfig, load_policy
 from whet.generate.probe import ProbeResult, probe_divided
@@ -200,9 +201,13 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
         ParallelConfig(context=2, tensor=2)
     with pytest.raises(ValueError, match="parallel.balance = off with parallel.tensor = 2"):
         ParallelConfig(tensor=2, balance="off")
-    with pytest.raises(ValueError, match="overlap.mode = stream with parallel.tensor = 2"):
+    with pytest.raises(ValueError, match="overlap.mode = async with parallel.tensor = 2"):
         RLConfig(
-            out="", policy=PolicyConfig(init="base"), parallel=TENSOR, overlap=OverlapConfig(mode="stream")
+            out="",
+            policy=PolicyConfig(init="base"),
+            parallel=TENSOR,
+            overlap=OverlapConfig(mode="async"),
+            off_policy=OffPolicyConfig(staleness=1),
         )
 
 

@@ -137,7 +137,6 @@ class Engine:
         params: SamplingParams,
         *,
         on_ended: OnEnded | None = None,
-        is_streamed: bool = False,
     ) -> list[list[Completion]]:
         """Draw every sample of every request.
 
@@ -146,8 +145,6 @@ class Engine:
             params: Temperature, filters and the longest completion.
             on_ended: Called with each request whose samples have all ended. The order of calls depends on what is
                 drawn, not on time.
-            is_streamed: Hand requests over as soon as they end, for a caller that works on them meanwhile; otherwise
-                rows that ended wait until closing their holes is worth it.
 
         Returns:
             For every request its completions, in the order of its seeds.
@@ -185,7 +182,7 @@ class Engine:
                 self._keeps = self._autocast is None and self._activations.begin(self.model, *begun)
             places = {job: place for place, row in enumerate(jobs) for job in row}
             left = [len(row) for row in jobs]
-            for job in self._run(rows, waiting, is_streamed=is_streamed):
+            for job in self._run(rows, waiting):
                 place = places[job]
                 left[place] -= 1
                 if on_ended is not None and not left[place]:
@@ -325,7 +322,7 @@ class Engine:
         else:
             cache.clear()
 
-    def _run(self, state: Rows, waiting: list[Job], *, is_streamed: bool) -> Iterator[Job]:
+    def _run(self, state: Rows, waiting: list[Job]) -> Iterator[Job]:
         """Schedule, run, take: admit waiting jobs, decode live rows, and yield the jobs that ended."""
         waiting.reverse()  # the next job is the one that `pop` takes
         steps = 0
@@ -348,7 +345,7 @@ class Engine:
             num_done = int(state.done[:live].sum())  # on a GPU the host waits here
             # To close a hole costs a copy of a row's cache; a row that ended costs a row of every product.
             is_worth_it = num_done * 4 >= live or (waiting and num_done * 8 >= live)
-            if num_done and (is_worth_it or (is_streamed and steps % CHECK_EVERY_TEXT == 0)):
+            if num_done and is_worth_it:
                 yield from self.harvest(state)
 
     def _cut(self, state: Rows, waiting: list[Job]) -> Iterator[Job]:

@@ -222,7 +222,7 @@ def _steps(config: RLConfig, resume: Resume) -> Generator[TrainStep, None, Polic
                         run.before_update(partial(held, source.snapshot(), counts())),
                         gathered(policy.model),
                     ):
-                        collected = source.next(step, partial(objective.add, progress=run.progress))
+                        collected = source.next(step)
                     groups = trained_groups(collected, config)
                     metrics = sampled_metrics(collected, config, step, judge, failures)
                     metrics |= source.order_metrics()
@@ -393,8 +393,7 @@ def speed(
         sampled: Time at which its samples were there.
     """
     rollout, trained = collected.rollout, time.monotonic() - sampled
-    overlap, trained_beside = source.wait()
-    trained += trained_beside
+    overlap = source.wait()
     done = time.monotonic()
     tokens = all_reduce_sum(sum(len(s.completion_ids) for g in rollout.groups for s in g.samples))[0]
     return {

@@ -11,7 +11,7 @@ from whet.generate.backends.base import SamplerConfig
 from whet.generate.policy import PolicyConfig
 from whet.generate.sampling import SamplingParams
 from whet.model.lora.side import LoRAConfig
-from whet.ranks.fsdp import ParallelConfig, is_balanced
+from whet.ranks.fsdp import ParallelConfig
 from whet.ranks.ray import ClusterConfig
 from whet.rewards.base import JUDGE, MODEL, TIMEOUT_S, check_timeout, parse_own
 from whet.rewards.judge.judge import JudgeConfig
@@ -162,17 +162,12 @@ class RLConfig:
             num_steps=self.num_steps,
             max_new_tokens=self.sampling.max_new_tokens,
         )
-        check_overlap(self.overlap, self.algo, self.off_policy, self.optim)
+        check_overlap(self.overlap, self.off_policy, self.optim)
         if (self.parallel.kind == "fsdp" or self.parallel.tensor > 1) and self.overlap.mode != "off":
             setting = "kind = fsdp" if self.parallel.kind == "fsdp" else f"tensor = {self.parallel.tensor}"
             raise ValueError(
                 f"overlap.mode = {self.overlap.mode} with parallel.{setting}: the weights are gathered for one phase "
                 "at a time; leave one out"
-            )
-        if is_balanced(self.parallel) and self.overlap.mode == "stream":
-            raise ValueError(
-                "overlap.mode = stream with parallel.context above 1 or parallel.balance = on: ranks deal out whole "
-                "steps, not parts; leave one out"
             )
         self._check_cluster()
 

@@ -128,7 +128,6 @@ class CopySampler(Protocol):
         params: SamplingParams,
         *,
         on_ended: OnEnded | None = None,
-        is_streamed: bool = False,
     ) -> list[list[Completion]]:
         """Draw every sample of every request, with log-probabilities under the distribution that was sampled.
 
@@ -137,7 +136,6 @@ class CopySampler(Protocol):
             params: Temperature, filters and the longest completion.
             on_ended: Called in the caller's thread with each request that is complete, in the order of the requests, so
                 that sums which a caller makes of them do not depend on time.
-            is_streamed: Asked of engines that may otherwise wait before they hand a request over; these never do.
 
         Returns:
             For every request its completions, in the order of its seeds. A sampler whose weights may change during a

@@ -247,7 +247,6 @@ class ServerSampler:
         params: SamplingParams,
         *,
         on_ended: OnEnded | None = None,
-        is_streamed: bool = False,
     ) -> list[list[Completion]]:
         """Draw every sample of every request, see `CopySampler.generate`.
 

@@ -286,7 +286,6 @@ class VllmSampler:
         params: SamplingParams,
         *,
         on_ended: OnEnded | None = None,
-        is_streamed: bool = False,
     ) -> list[list[Completion]]:
         """Draw every sample of every request, see `CopySampler.generate`; all are handed over at the end.
 

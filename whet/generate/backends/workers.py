@@ -399,7 +399,6 @@ class Workers:
         params: SamplingParams,
         *,
         on_ended: OnEnded | None = None,
-        is_streamed: bool = False,
     ) -> list[list[Completion]]:
         """Draw every sample of every request with the weights that were pushed last; see `Sampler.generate`."""
         return self.draw(self._version, requests, params, on_ended, lambda: self.look())
@@ -630,7 +629,6 @@ class Pinned:
         params: SamplingParams,
         *,
         on_ended: OnEnded | None = None,
-        is_streamed: bool = False,
     ) -> list[list[Completion]]:
         """Draw every sample of every request with the pinned weights; see `Sampler.generate`."""
         return self._workers.draw(self._version, requests, params, on_ended, self.look)

@@ -6,7 +6,7 @@ Every algorithm takes this path; they differ only in the arguments (`AlgoConfig`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -52,13 +52,9 @@ from whet.train.optim.balance import Balance
 from whet.train.optim.safety import TokenBudget, rehearse
 from whet.train.optim.step import OptimConfig, Optimizer, forward_backward, shard_layers
 from whet.train.rl_config import RLConfig
-from whet.train.rollout.overlap import part_groups
 from whet.types import Group, MicroBatch
 
-# Selection of a step's data for the gradient: sequences with signal, tokens of highest entropy, groups as they arrive.
-
-Prepare = Callable[[Sequence[Group]], tuple[list[TrainingSequence], Tally]]
-Backpropagate = Callable[[Sequence[TrainingSequence], int], tuple[dict[str, float], Tally]]
+# Selection of a step's data for the gradient: sequences with signal, tokens of highest entropy.
 
 
 def longest(sequences: Sequence[TrainingSequence]) -> int:
@@ -105,84 +101,6 @@ def keep_top_entropy(
     return kept
 
 
-class Parts:
-    """The gradient of a step, accumulated over parts of its groups while others are still being sampled.
-
-    A part is the next `num_groups` groups in the order of `add`, whenever they arrive, so that sums have a fixed order.
-    The gradient is divided by the step's denominator at the end, when it is known: it is linear in its inverse.
-
-    Args:
-        num_groups: Groups per part.
-        prepare: Turns groups into sequences, with sums for the metrics.
-        backpropagate: Adds the gradient of a part's undivided loss, in micro-batches of the given number of tokens.
-        budget: Tokens per micro-batch.
-    """
-
-    def __init__(
-        self, num_groups: int, prepare: Prepare, backpropagate: Backpropagate, budget: TokenBudget
-    ) -> None:
-        self._num_groups, self._budget = num_groups, budget
-        self._prepare, self._backpropagate = prepare, backpropagate
-        self._clear()
-
-    def add(self, group: Group) -> None:
-        """Add the next group, with advantages; backpropagate when a part is full."""
-        self._groups.append(group)
-        if len(self._groups) % self._num_groups == 0:
-            self._flush()
-
-    def gather(self, groups: Sequence[Group]) -> tuple[list[TrainingSequence], Tally]:
-        """Process the step's groups that were not added yet; return everything that was prepared.
-
-        Args:
-            groups: All groups of the step, starting with those that were added.
-        """
-        assert all(mine.problem is group.problem for mine, group in zip(self._groups, groups, strict=False))
-        for group in groups[len(self._groups) :]:
-            self.add(group)
-        self._flush()
-        tally = Tally()
-        for _, part in self._parts:
-            tally.join(part)
-        return [sequence for part, _ in self._parts for sequence in part], tally
-
-    def divide(
-        self, denominator: float, parameters: Iterable[torch.nn.Parameter]
-    ) -> tuple[dict[str, float], Tally]:
-        """Divide the model's gradients and the loss by the denominator; return the sums, and reset."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(1.0 / denominator)
-        totals, sums = self._totals, self._sums
-        self._clear()
-        return totals | {"loss": totals.get("loss", 0.0) / denominator}, sums
-
-    def _clear(self) -> None:
-        self._groups: list[Group] = []
-        self._parts: list[tuple[list[TrainingSequence], Tally]] = []
-        self._num_cut = self._num_done = self._tokens = 0
-        self._totals, self._sums = dict[str, float](), Tally()
-
-    def _flush(self) -> None:
-        """Backpropagate the groups added since the last part."""
-        fresh = self._groups[self._num_cut :]
-        if fresh:
-            self._num_cut = len(self._groups)
-            self._parts.append(self._prepare(fresh))
-            # The longest sequence of all parts, not of this one: after an out-of-memory error all run again.
-            self._budget.run(self._run, longest([s for part, _ in self._parts for s in part]))
-
-    def _run(self, tokens: int) -> None:
-        # Called again with fewer tokens after an out-of-memory error, which dropped all gradients: start over.
-        if tokens != self._tokens:
-            self._num_done, self._tokens, self._totals, self._sums = 0, tokens, {}, Tally()
-        while self._num_done < len(self._parts):
-            totals, sums = self._backpropagate(self._parts[self._num_done][0], tokens)
-            self._totals |= {name: self._totals.get(name, 0.0) + value for name, value in totals.items()}
-            self._sums.join(sums)
-            self._num_done += 1
-
-
 class Objective:
     """The objective of one run, with a reference, a critic and a teacher if the arguments need them.
 
@@ -195,7 +113,6 @@ class Objective:
         temperature: Sampling temperature of the rollouts.
         max_length: Longest completion in tokens, the constant of Dr. GRPO.
         seed: Seed of the order of minibatches.
-        part_groups: Groups per part, see `Parts`; 0 to process all groups of a step together.
         teacher: The teacher that samples are pulled to.
         parallel: How the ranks hold policy, reference and critic; a teacher is whole on each.
 
@@ -214,7 +131,6 @@ class Objective:
         off_policy: OffPolicyConfig | None = None,
         value: ValueConfig | None = None,
         seed: int = 0,
-        part_groups: int = 0,
         teacher: TeacherConfig | None = None,
         parallel: ParallelConfig = REPLICATE,
     ) -> None:
@@ -240,8 +156,6 @@ class Objective:
             [p for part in trained for p in part.parameters()],
             is_shared=sharing(policy.model) is not None,
         )
-        kept = self._prepare_groups, self._backpropagate, self._budget
-        self._parts = Parts(part_groups, *kept) if part_groups else None
         wide = policy.model.head_weight.dtype == torch.float64
         self._dtype = torch.float64 if wide else torch.float32
 
@@ -271,7 +185,6 @@ class Objective:
             off_policy=config.off_policy,
             value=value or config.value,
             seed=config.seed,
-            part_groups=part_groups(config.overlap, config.num_prompts),
             teacher=config.teacher,
             parallel=config.parallel,
         )
@@ -301,12 +214,6 @@ class Objective:
         """Run a full micro-batch of sequences of `longest` tokens as a trial."""
         rehearse(self._policy, self._budget, longest)
 
-    def add(self, group: Group, progress: float) -> None:
-        """Add one of the next step's groups before the others are ready: they are backpropagated part by part."""
-        assert self._parts is not None
-        self._coefficients.begin_step(progress)
-        self._parts.add(group)
-
     def update(
         self,
         groups: Sequence[Group],
@@ -331,8 +238,7 @@ class Objective:
         algo = self._algo
         self._coefficients.begin_step(progress)
         self.num_tokens_read = 0.0
-        gather = self._prepare_groups if self._parts is None else self._parts.gather
-        sequences, tally = gather(groups)
+        sequences, tally = self._prepare(training_sequences(groups, algo))
         teaching = {s.group for s in sequences if self._divergence_in_loss or has_advantage(s)}
         metrics = {"rl/groups_with_signal": all_reduce_sum(len(teaching))[0]}
         is_warmup = self._critic is not None and step < self._value.warmup_steps
@@ -376,9 +282,6 @@ class Objective:
     @property
     def _divergence_in_loss(self) -> bool:
         return self._teacher is not None and self._teaches.kind == "full"
-
-    def _prepare_groups(self, groups: Sequence[Group]) -> tuple[list[TrainingSequence], Tally]:
-        return self._prepare(training_sequences(groups, self._algo))
 
     def _prepare(self, sequences: list[TrainingSequence]) -> tuple[list[TrainingSequence], Tally]:
         """Compute everything that the objective needs before its first update, and the per-token advantages."""
@@ -538,13 +441,10 @@ class Objective:
                 self._budget,
                 longest(trained),
             )
-        if self._parts is not None:  # streamed: the gradient is complete already, but for the denominator
-            totals, sums = self._parts.divide(denominator, self._policy.model.parameters())
-        else:
-            totals, sums = self._budget.run(
-                lambda tokens: self._backpropagate(counted, tokens, denominator, tally is not None, balance),
-                longest(trained),
-            )
+        totals, sums = self._budget.run(
+            lambda tokens: self._backpropagate(counted, tokens, denominator, tally is not None, balance),
+            longest(trained),
+        )
         if tally is not None:
             tally.join(sums)
         # Every rank must take part in the collectives, even one without a trained token; so the decision to skip the
@@ -571,9 +471,9 @@ class Objective:
         self,
         counted: Sequence[TrainingSequence],
         tokens: int,
-        denominator: float = 1.0,
-        measures: bool = True,
-        balance: Balance | None = None,
+        denominator: float,
+        measures: bool,
+        balance: Balance,
     ) -> tuple[dict[str, float], Tally]:
         """Accumulate the gradient of sequences, in micro-batches of `tokens` tokens; return sums for the metrics."""
         sums = Tally()
@@ -582,8 +482,7 @@ class Objective:
         micro_batches = self._pack(self._teaching(counted), tokens, **options)
         own = sums if measures else None
         score = partial(self._micro_loss, denominator=denominator, tally=own)
-        score = score if balance is None else balance.added_to(score)
-        return forward_backward(micro_batches, score, model), sums
+        return forward_backward(micro_batches, balance.added_to(score), model), sums
 
     def _micro_loss(
         self, micro: MicroBatch, denominator: float, tally: Tally | None

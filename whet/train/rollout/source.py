@@ -25,15 +25,10 @@ from whet.ranks.fsdp import sharding
 from whet.rewards.base import WeightedReward
 from whet.tasks.tools import environment_for
 from whet.telemetry.spans import span, spanned
-from whet.train.objective.advantage import (
-    counted_samples,
-    is_informative,
-    with_advantages,
-    without_advantages,
-)
+from whet.train.objective.advantage import counted_samples, is_informative, without_advantages
 from whet.train.rl_config import RLConfig
 from whet.train.rollout import order as orders
-from whet.train.rollout.overlap import BackgroundSampler, OverlapConfig, stream_groups
+from whet.train.rollout.overlap import BackgroundSampler, OverlapConfig
 from whet.train.rollout.rollout import Rollout, RolloutParams, collect_groups
 from whet.train.rollout.self_play import SelfPlayOrder
 from whet.types import Group, Problem, Sample, Task, UserError
@@ -290,7 +285,7 @@ class RolloutSource:
             count = staleness + 1 if environment_for(policy.schema, task) is None else 1
             self._pool = ThreadPoolExecutor(count, "whet-flight")
         elif self._mode != "off":
-            self._beside = BackgroundSampler(policy, shares_weights=self._mode == "stream", sampler=sampler)
+            self._beside = BackgroundSampler(policy, sampler=sampler)
             policy = self._beside.policy
         self._policy, self._task, self._rewards, self._order = policy, task, rewards, order
         self._algo, self._weights = algo, weights
@@ -307,7 +302,6 @@ class RolloutSource:
         self._num_collected = 0
         self._account = PromptAccount()
         self._training: Collected | None = None
-        self._train: Callable[[Group], None] | None = None
         self._begun: int | None = None
         self._scoring, self._hidden = Lock(), 0.0
 
@@ -344,15 +338,13 @@ class RolloutSource:
         stats = self._engine.stats
         return f"{stats.decode_steps:,} decoding steps, {stats.new_tokens:,} tokens since the start of this process"
 
-    def next(self, step: int, train: Callable[[Group], None] | None = None) -> Collected:
+    def next(self, step: int) -> Collected:
         """Return what a step trains on; the step before it is then over.
 
         Args:
             step: Steps done before it.
-            train: With overlap 'stream' called with each group that the loss uses, with advantages, when it is scored.
         """
         self.close_step()
-        self._train = train
         ahead = min(step + self._staleness, self._num_steps - 1)
         if self._beside is not None:
             self._beside.refresh()
@@ -406,20 +398,16 @@ class RolloutSource:
         with span("policy_update"), self._beside.sharing_threads():
             yield
 
-    def wait(self) -> tuple[float, float]:
-        """Wait for what is drawn beside the update.
-
-        Returns:
-            Share of the last rollout's seconds that other work hid, and seconds of training beside the step's own.
-        """
+    def wait(self) -> float:
+        """Wait for what is drawn beside the update; return the share of its seconds that other work hid."""
         if self._beside is None:
             hidden, self._hidden = self._hidden, 0.0
-            return hidden, 0.0
+            return hidden
         if self._begun is not None:
             rollout, _ = self._beside.wait()
             step, self._begun = self._begun, None
             self._keep(step, rollout)
-        return self._beside.pop_timings()
+        return self._beside.pop_overlap()
 
     def close(self) -> None:
         """End what is drawn beside the update."""
@@ -584,12 +572,6 @@ class RolloutSource:
     def _informative(self, rollout: Rollout) -> list[bool]:
         return is_informative(rollout.groups, self._algo, self._weights)
 
-    def _offer(self, group: Group) -> None:
-        """Train on a group beside the sampling, if the loss uses it."""
-        is_used = self._algo.uninformative == "keep" or is_informative([group], self._algo, self._weights)[0]
-        if self._train is not None and is_used:
-            self._train(with_advantages([group], self._algo, self._weights)[0])
-
     def _work(
         self, num_prompts: int, number: int | None = None, pinned: Pinned | None = None
     ) -> Callable[[], Rollout]:
@@ -607,10 +589,6 @@ class RolloutSource:
         number = self._num_collected if number is None else number
         seeds = [(self._seed, number, epoch) for epoch, _ in mine]
         scored = self._task, self._rewards, problems
-        if self._beside is not None and self._mode == "stream":
-            return partial(
-                stream_groups, self._beside, self._offer, *scored, seeds=seeds, params=self._params
-            )
         options: dict[str, Any] = {"seeds": seeds, "params": self._params}
         if self._pool is not None:
             options["scoring"] = self._scoring
