@@ -730,7 +730,7 @@ sft demo --optim.optimizer galore | --optim.optimizer=galore is gone: use adamw
 sft demo --optim.num-cycles 3 | --optim.num-cycles is gone: use cosine, linear or constant
 rl demo --overlap.mode stream | --overlap.mode=stream is gone: use mode = async with off_policy.staleness = 1, or off
 rl demo --overlap.num-parts 2 | --overlap.num-parts is gone: use mode = async
-plan demo --cluster | --cluster is gone: time a few steps of `whet rl RECIPE --cluster.rollout-workers N`
+plan demo --cluster | --cluster is gone: time a few steps of a run with --cluster.rollout-workers
 plan demo --sim.workers=960 | --sim.workers is gone: time a few steps
 seeds --program sft | --program is now --of, as in: whet seeds demo --of sft
 compare my-model | expected two or more

@@ -212,7 +212,7 @@ ARGUMENTS = {
 }
 """What the words after a command name."""
 
-REMOVED = {"bench": "run a program of bench/ in a clone, such as python bench/grpo_step.py --quick"}
+REMOVED = {"bench": "run a program of bench/ in a clone, such as python bench/grpo_step.py"}
 """Commands of earlier versions, each with what to use instead."""
 
 COMMANDS = {

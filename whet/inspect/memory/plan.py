@@ -197,7 +197,7 @@ class PlanConfig:
 
     RENAMED = dict.fromkeys(
         ("cluster", "card", "flops_share", "memory_share", "tokens", "sim", "plot", "json"),
-        Removed(None, "time a few steps of `whet rl RECIPE --cluster.rollout-workers N` instead"),
+        Removed(None, "time a few steps of a run with --cluster.rollout-workers instead"),
     )
 
     def __post_init__(self) -> None:
