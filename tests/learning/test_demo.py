@@ -85,8 +85,9 @@ def test_structure(
 @pytest.mark.ci
 @pytest.mark.usefixtures("no_figures")
 @needs_data
+@pytest.mark.parametrize("lora", [False, True])
 def test_structure_of_the_demo_with_a_real_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every chapter, with a tiny pretrained model in place of the real one: `make slow` takes that."""
     tiny = PolicyConfig(init=str(STORIES), schema="anywhere", template="base")
@@ -106,7 +107,9 @@ def test_structure_of_the_demo_with_a_real_model(
     monkeypatch.setattr(real, "EXAM_TOKENS", 12)
     monkeypatch.setattr("whet.editing.editor.OWN_TOKENS", 1_000)
     folder = tmp_path / "demo"
-    demo.main(demo.DemoConfig(out=str(folder), real=True, num_problems=4, num_samples=2, num_threads=1))
+    demo.main(
+        demo.DemoConfig(out=str(folder), real=True, lora=lora, num_problems=4, num_samples=2, num_threads=1)
+    )
     chapters = json.loads((folder / "chapters.json").read_text())
     assert [chapter["title"] for chapter in chapters] == [
         "A chat, before and after",

@@ -185,7 +185,7 @@ def run(
         train()
         seconds[stage] = time.perf_counter() - began_stage[0], time.process_time() - began_stage[1]
         trained = PolicyConfig(init=out, max_rows=config.policy.max_rows)
-        after = load_policy(trained, seed=seed)  # as anybody would load it; an adapter is merged
+        after = load_policy(trained, seed=seed, merge=True)  # facts are written into whole weights
         measure(after, trained, stage)
         measure(after, trained, f"{stage}_others", f"Of other kinds it gets, after {TRAINED[stage]},")
     results = {stage: results[stage] for stage in STAGES}
@@ -357,16 +357,14 @@ SIGNS = {"+": "a + b", "-": "a - b", "*": "a × b", "/": "a ÷ b", "+-": "a + b 
 def _gains(told: str, metric: str, scores: Sequence[Sequence[float | None]]) -> list[str]:
     """Return a row of the table of what carries over: the stages, the last compared with each of those before."""
     *earlier, last = scores
-    compared = [compare_scores(metric, one, last) for one in earlier]
-    cells = [told, metric]
-    cells += [f"{found.a:.1%}" for found in compared if found] + [
-        f"{found.b:.1%}" for found in compared[-1:] if found
-    ]
-    for found in compared:
+    shares, gains = [], []
+    for one in earlier:
+        found = compare_scores(metric, one, last)
         assert found is not None
         gain = found.difference
-        cells.append(f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})")
-    return cells
+        shares = [*shares[:-1], f"{found.a:.1%}", f"{found.b:.1%}"]
+        gains.append(f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})")
+    return [told, metric, *shares, *gains]
 
 
 def _transfer(results: dict[str, EvalResult]) -> Chapter:

@@ -129,7 +129,7 @@ def smollm2_gsm8k() -> SFTConfig:
 
 
 def smollm2_words() -> SFTConfig:
-    """SmolLM2-135M-Instruct on 320 worked solutions of word problems, in a minute: it cannot solve two steps at all."""
+    """SmolLM2-135M-Instruct on 320 worked solutions of word problems (a minute): it solves few of two steps."""
     return SFTConfig(
         out="runs/smollm2-words-sft",
         policy=PolicyConfig(init="smollm2", schema="anywhere", max_rows=64),
